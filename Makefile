@@ -1,0 +1,29 @@
+# Every target makes what it needs: a clean clone can start with any of them.
+.DEFAULT_GOAL := help
+.PHONY: help setup build demo test lint soak update-test-names clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22
+
+setup:  ## system packages, .venv, the package and the C++ tests; does only what is missing
+	@scripts/setup.sh
+
+build: setup  ## compile what changed and install it into .venv
+
+demo: setup  ## train the sample on two ranks
+	@scripts/demo.sh
+
+test: setup  ## all C++ and Python tests
+	@scripts/test.sh
+
+lint: setup  ## clang-format, clang-tidy on changed sources, ruff, mypy
+	@scripts/lint.sh
+
+soak: setup  ## sanitizers and repetitions (long)
+	@scripts/soak.sh
+
+update-test-names: setup  ## rewrite tests/test_names.txt from what the runners find
+	@.venv/bin/python scripts/check_test_names.py --build build/editable --update
+
+clean:  ## remove build results, keep .venv
+	rm -rf build

@@ -1,0 +1,1 @@
+"""Holds the exceptions that launch toolkits look for."""

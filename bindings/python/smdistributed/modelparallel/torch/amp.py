@@ -1,0 +1,5 @@
+"""`smp.amp` under its compatible name."""
+
+from smp.amp import GradScaler
+
+__all__ = ["GradScaler"]

@@ -1,0 +1,5 @@
+"""`smp.state` under its compatible name."""
+
+from smp.state import state
+
+__all__ = ["state"]

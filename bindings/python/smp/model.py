@@ -1,0 +1,325 @@
+"""`smp.DistributedModel`: a model whose modules are spread over the ranks of a pipeline."""
+
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import _C
+from .exceptions import SMPUsageError
+from .log import logger
+from .placement import assign
+from .runtime import Runtime
+from .state import state
+
+PARTIAL_KEY = "_smp_is_partial"
+
+
+def _refuse(module: nn.Module) -> None:
+    """Raises SMPUsageError for modules whose inside can't be placed."""
+    if not isinstance(module, nn.Module):
+        raise SMPUsageError(f"DistributedModel got {type(module).__name__}: it wraps a torch.nn.Module")
+    for name, submodule in module.named_modules():
+        where = f"module '{name}'" if name else "the model"
+        if isinstance(submodule, DistributedModel):
+            raise SMPUsageError(f"{where} is a DistributedModel already: wrap the model once")
+        if isinstance(submodule, torch.jit.ScriptModule):
+            raise SMPUsageError(f"{where} is a TorchScript module, which can't be taken apart: wrap the original module instead")
+        if type(submodule).__name__ == "OptimizedModule" and hasattr(submodule, "_orig_mod"):
+            raise SMPUsageError(f"{where} is the result of torch.compile: wrap the original module instead (`module._orig_mod`)")
+        if isinstance(submodule, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            raise SMPUsageError(f"{where} is wrapped in {type(submodule).__name__}: wrap the inner module (`.module`) instead; smp itself reduces replicas")
+
+
+class DistributedModel(nn.Module):
+    """Wraps a model; the first step places its modules on the pipeline ranks.
+
+    Names of parameters, buffers and state are the user's model's own. Every rank must build the same model.
+
+    Args:
+        module: the model. On each rank, the parameters that live on other ranks give their memory back at the first step.
+        average_grads_across_microbatches: True: gradients are the mean over microbatches; False: the sum.
+        trace_device, trace_execution_times, trace_memory_usage: accepted; models are partitioned by the bytes of their parameters.
+        overlapping_allreduce, backward_passes_per_step, bucket_cap_mb, broadcast_buffers, gradient_as_bucket_view,
+            find_unused_parameters: accepted; they matter for several replicas only.
+
+    Raises:
+        SMPUsageError: before `smp.init`, for a second model, for more than one replica, or for a module that can't be taken apart.
+
+    Example:
+        >>> model = smp.DistributedModel(Net())
+        >>> model.module  # the user's model
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        trace_device: str = "gpu",
+        trace_execution_times: bool = False,
+        overlapping_allreduce: bool = True,
+        backward_passes_per_step: int = 1,
+        average_grads_across_microbatches: bool = True,
+        bucket_cap_mb: int = 25,
+        trace_memory_usage: bool = False,
+        broadcast_buffers: bool = True,
+        gradient_as_bucket_view: bool = False,
+        find_unused_parameters: bool = False,
+    ) -> None:
+        topology = state.require_topology()
+        _refuse(module)
+        if state.model is not None:
+            raise SMPUsageError("there is a DistributedModel already: one is possible for each smp.init(); smp.shutdown() forgets it")
+        if topology.rdp_size > 1:
+            raise SMPUsageError(
+                f"{topology.size} ranks with {topology.pp_size} partitions make {topology.rdp_size} replicas of the model, whose gradients "
+                f"are not reduced yet: start {topology.pp_size} ranks, or set partitions to {topology.size}"
+            )
+        for name, value in (("trace_execution_times", trace_execution_times), ("trace_memory_usage", trace_memory_usage)):
+            if value:
+                logger.warning("%s=True has no effect: models are partitioned by the bytes of their parameters", name)
+        if trace_device not in ("cpu", "gpu"):
+            raise SMPUsageError(f"trace_device is {trace_device!r}: it must be 'cpu' or 'gpu'")
+        super().__init__()
+        self.module = module
+        self._average = average_grads_across_microbatches
+        self._runtime: Runtime | None = None
+        self._partitioned = topology.pp_size == 1
+        self._checked = False
+        self._post_partition_hooks: list[Callable[..., Any]] = []
+        state.model = self
+
+    # ---- placement
+
+    @property
+    def partitioned(self) -> bool:
+        """Is each module placed: with one partition always, with more from the first step on."""
+        return self._partitioned
+
+    def get_module(self) -> nn.Module:
+        """The user's model."""
+        return self.module
+
+    def _partition(self) -> None:
+        if self._partitioned:
+            return
+        self._runtime = Runtime(self.module, assign(self.module, state.require_cfg()))
+        self._partitioned = True
+
+    def prepare_step(self) -> Runtime | None:
+        """Partitions the model if that was not done yet, and checks once that all ranks have the same. Collective."""
+        self._partition()
+        if self._runtime is not None and not self._checked:
+            self._check_same_everywhere(self._runtime)
+            self._checked = True
+        return self._runtime
+
+    def _check_same_everywhere(self, runtime: Runtime) -> None:
+        mine = [(name, tuple(p.shape), str(p.dtype), p.requires_grad, home) for name, p, home in runtime.parameters]
+        topology = state.require_topology()
+        for rank, theirs in zip(topology.group("pp"), self._allgather((runtime.names, mine)), strict=True):
+            if theirs == (runtime.names, mine):
+                continue
+            names, parameters = theirs
+            differing = next((a for a, b in zip(mine, parameters, strict=False) if a != b), None) or (
+                f"{len(runtime.names)} modules here, {len(names)} there"
+            )
+            raise SMPUsageError(
+                f"the model of rank {topology.rank} differs from that of rank {rank}, first in {differing}: every rank must build the "
+                "same model with the same frozen parameters"
+            )
+
+    def close(self) -> None:
+        """Stops what runs for this model on this rank."""
+        if self._runtime is not None:
+            self._runtime.close()
+            self._runtime = None
+
+    # ---- a step
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's model's forward. With more than one partition, only in a step.
+
+        Raises:
+            SMPUsageError: outside a step, with more than one partition.
+        """
+        if (self._runtime is not None or not self._partitioned) and not _C.in_frame():
+            raise SMPUsageError(
+                "the model was called outside a step: with more than one partition, call it (and model.backward) in a function that is "
+                "decorated with @smp.step"
+            )
+        return self.module(*args, **kwargs)
+
+    def backward(
+        self,
+        tensors: torch.Tensor | Sequence[torch.Tensor],
+        grad_tensors: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
+    ) -> None:
+        """Like `torch.autograd.backward`, divided by the number of microbatches where gradients are averaged.
+
+        Args:
+            tensors: a scalar loss, or tensors with their incoming gradients.
+            grad_tensors: one for each tensor, of its shape; may be left out for scalars.
+
+        Raises:
+            SMPUsageError: outside a step with more than one partition, or a gradient is missing.
+        """
+        if self._runtime is not None and not _C.in_frame():
+            raise SMPUsageError("model.backward was called outside a step: call it in the function that is decorated with @smp.step")
+        roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        given = [grad_tensors] if isinstance(grad_tensors, torch.Tensor) else list(grad_tensors or [None] * len(roots))
+        if len(given) != len(roots):
+            raise SMPUsageError(f"model.backward got {len(roots)} tensors but {len(given)} grad_tensors: one is needed for each")
+        count = state.require_cfg().microbatches if self._average and state.microbatch is not None else 1
+        gradients = []
+        with torch.no_grad():
+            for root, gradient in zip(roots, given, strict=True):
+                if gradient is None:
+                    if root.numel() != 1:
+                        raise SMPUsageError(
+                            f"model.backward got a tensor of shape {tuple(root.shape)} without a gradient: reduce it to a scalar, or pass "
+                            "grad_tensors"
+                        )
+                    gradient = torch.ones(root.shape, dtype=root.dtype)
+                gradients.append(gradient / count if count > 1 else gradient)
+            if self._runtime is not None:
+                gradients = [self._runtime.engine.seed(root, g) for root, g in zip(roots, gradients, strict=True)]
+        torch.autograd.backward(roots, gradients)
+
+    # ---- what is here
+
+    def _is_local(self, module_name: str) -> bool:
+        return self._runtime is None or self._runtime.home[module_name] == self._runtime.partition
+
+    def _local(self, kind: str) -> Iterator[tuple[str, Any]]:
+        self._partition()
+        seen: set[int] = set()
+        for name, module in self.module.named_modules():
+            if not self._is_local(name):
+                continue
+            if kind == "module":
+                yield name, module
+                continue
+            for key, value in getattr(module, f"_{kind}s").items():
+                if value is not None and id(value) not in seen:
+                    seen.add(id(value))
+                    yield f"{name}.{key}" if name else key, value
+
+    def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Modules of this rank's partition with their names. Partitions the model if that was not done yet."""
+        return self._local("module")
+
+    def local_modules(self) -> Iterator[nn.Module]:
+        """Modules of this rank's partition."""
+        return (module for _, module in self._local("module"))
+
+    def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters of this rank's partition with their names."""
+        return self._local("parameter")
+
+    def local_parameters(self) -> Iterator[nn.Parameter]:
+        """Parameters of this rank's partition."""
+        return (parameter for _, parameter in self._local("parameter"))
+
+    def local_named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Buffers of this rank's partition with their names."""
+        return self._local("buffer")
+
+    def local_buffers(self) -> Iterator[torch.Tensor]:
+        """Buffers of this rank's partition."""
+        return (buffer for _, buffer in self._local("buffer"))
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        """All parameters under the user's model's own names; those of other ranks have a shape but no data."""
+        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+        """All buffers under the user's model's own names."""
+        return self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+    # ---- state
+
+    def _home_of_key(self, runtime: Runtime) -> dict[str, int]:
+        """Home of each entry of the state dict; a name that two modules share belongs to both at one home."""
+        homes = {id(m): runtime.home[name] for name, m in zip(runtime.names, runtime.modules, strict=True)}
+        result = {}
+        for name, module in self.module.named_modules(remove_duplicate=False):
+            for key in [*module._parameters, *module._buffers, "_extra_state"]:
+                result[f"{name}.{key}" if name else key] = homes[id(module)]
+        return result
+
+    def _allgather(self, value: Any) -> list[Any]:
+        topology = state.require_topology()
+        if state.communicator is None:
+            return [value]
+        gathered = state.communicator.allgather(pickle.dumps(value, protocol=5), topology.group("pp"))
+        return [pickle.loads(item) for item in gathered]
+
+    def local_state_dict(self) -> dict[str, Any]:
+        """The entries of `state_dict()` that live on this rank, and the mark `_smp_is_partial`."""
+        self._partition()
+        result = dict(self.module.state_dict())
+        if self._runtime is not None:
+            homes = self._home_of_key(self._runtime)
+            result = {key: value for key, value in result.items() if homes.get(key, 0) == self._runtime.partition}
+        result[PARTIAL_KEY] = True
+        return result
+
+    def state_dict(self, *args: Any, gather_to_rank0: bool = False, **kwargs: Any) -> dict[str, Any]:
+        """The whole model's state under the user's model's own names. Collective over the ranks of the model.
+
+        Args:
+            gather_to_rank0: other ranks than pipeline rank 0 get an empty dict.
+        """
+        whole = self.module.state_dict(*args, **kwargs)
+        if self._runtime is None:
+            return whole
+        local = self.local_state_dict()
+        local.pop(PARTIAL_KEY)
+        merged: dict[str, Any] = {}
+        for part in self._allgather(local):
+            merged.update(part)
+        if gather_to_rank0 and self._runtime.partition != 0:
+            return {}
+        for key in whole:
+            whole[key] = merged[key]
+        return whole
+
+    def load_state_dict(  # type: ignore[override]
+        self, state_dict: Mapping[str, Any], strict: bool = True, same_partition_load: bool = False
+    ) -> Any:
+        """Loads a whole state dict, or the partial ones of all ranks (collective then).
+
+        Args:
+            strict: missing and unexpected keys are an error.
+            same_partition_load: a partial dict was saved under this partition, so ranks need not exchange theirs.
+
+        Raises:
+            RuntimeError: keys are missing or unexpected with `strict`, or shapes differ.
+        """
+        entries = dict(state_dict)
+        partial = bool(entries.pop(PARTIAL_KEY, False))
+        if partial and not same_partition_load:
+            merged: dict[str, Any] = {}
+            for part in self._allgather(entries):
+                merged.update(part)
+            entries = merged
+        if self._runtime is None and not partial:
+            return self.module.load_state_dict(entries, strict=strict)
+        self._partition()
+        expected = list(self.module.state_dict())
+        own = set(expected)
+        if self._runtime is not None:
+            homes = self._home_of_key(self._runtime)
+            own = {key for key in expected if homes.get(key, 0) == self._runtime.partition}
+        wanted = own if partial and same_partition_load else set(expected)
+        missing = [key for key in expected if key in wanted and key not in entries]
+        unexpected = [key for key in entries if key not in set(expected)]
+        if strict and (missing or unexpected):
+            raise RuntimeError(
+                f"load_state_dict of {type(self.module).__name__}: missing keys {missing}, unexpected keys {unexpected}; pass strict=False to "
+                "load the others"
+            )
+        self.module.load_state_dict({key: value for key, value in entries.items() if key in own}, strict=False)
+        return nn.modules.module._IncompatibleKeys(missing, unexpected)

@@ -1,0 +1,162 @@
+"""The engine of a partitioned model, and what of it must be Python: running modules, and errors between ranks."""
+
+import functools
+import itertools
+import pickle
+import traceback
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from . import _C, trees
+from .exceptions import SMPFailureError
+from .placement import Assignment
+from .state import state
+
+# The engine runs such a module where the largest of its tensors lies.
+_FOLLOWS_DATA = -1
+# Models of one process, one after another: the same number on every rank keeps their messages apart.
+_generations = itertools.count(1)
+
+
+class StepAborted(BaseException):
+    """Unwinds the code of a step that failed elsewhere. A BaseException, so that model code does not swallow it."""
+
+    def __init__(self, failure: _C.Failure) -> None:
+        super().__init__(failure.describe())
+        self.failure = failure
+
+
+def describe_error(error: BaseException) -> tuple[str, bytes]:
+    """An exception as text (with its traceback) and as bytes for other ranks (empty when it does not pickle)."""
+    text = "".join(traceback.format_exception(error)).rstrip()
+    try:
+        payload = pickle.dumps(error)
+        pickle.loads(payload)
+    except Exception:
+        payload = b""
+    return text, payload
+
+
+def reraise(failure: _C.Failure, cause: BaseException | None = None) -> NoReturn:
+    """Raises what ended a step, on any rank: the original type where it pickles, with a note that says where it came from."""
+    where = f"rank {failure.rank}"
+    if failure.microbatch >= 0:
+        where += f", microbatch {failure.microbatch}"
+    where += f", {failure.where or 'in the step function'}"
+    error: BaseException
+    try:
+        error = pickle.loads(failure.payload) if failure.payload else SMPFailureError(failure.message)
+    except Exception:
+        error = SMPFailureError(failure.message)
+    if not failure.payload and "\n" not in failure.message:
+        raise error from cause
+    error.add_note(f"smp: this ended step {failure.step} on all ranks; it was raised on {where}:\n{failure.message}")
+    raise error from cause
+
+
+class _Host:
+    """Called by the engine's threads."""
+
+    def __init__(self, runtime: "Runtime") -> None:
+        self._runtime = runtime
+
+    def run(self, index: int, tree: bytes, tensors: list[torch.Tensor], training: bytes) -> tuple[bytes, list[torch.Tensor]]:
+        runtime = self._runtime
+        for module, flag in zip(runtime.subtrees[index], training, strict=True):
+            if module.training != bool(flag):
+                module.training = bool(flag)
+        args, kwargs = trees.unpack(tree, tensors, runtime.modules)
+        result = runtime.forwards[index](*args, **kwargs)
+        return trees.pack(result, runtime.module_numbers, f"the result of module {runtime.names[index]!r}")
+
+    def describe(self, error: BaseException) -> tuple[str, bytes]:
+        return describe_error(error)
+
+    def aborted(self, failure: _C.Failure) -> BaseException:
+        return StepAborted(failure)
+
+
+class Runtime:
+    """One partitioned model: its modules by number, their shells, and the engine of this rank.
+
+    Not collective, but every rank must make one for the same model and assignment.
+    """
+
+    def __init__(self, module: nn.Module, assignment: Assignment) -> None:
+        cfg, topology = state.require_cfg(), state.require_topology()
+        named = dict(module.named_modules())
+        self.names = list(named)
+        self.modules = list(named.values())
+        self.module_numbers = {id(m): i for i, m in enumerate(self.modules)}
+        self.subtrees = [list(m.modules()) for m in self.modules]
+        self.forwards: list[Callable[..., Any]] = [m.forward for m in self.modules]
+        self.home = assignment.home
+        homes = {id(m): self.home[name] for name, m in named.items()}
+        self.partition = topology.pp_rank
+
+        parameters: dict[int, tuple[str, torch.Tensor, int]] = {}
+        for name, submodule in named.items():
+            for key, parameter in submodule._parameters.items():
+                if parameter is not None and id(parameter) not in parameters:
+                    full_name = f"{name}.{key}" if name else key
+                    parameters[id(parameter)] = (full_name, parameter, self.home[name])
+        numbers = {key: i for i, key in enumerate(parameters)}
+
+        infos = []
+        self._inline = []
+        for name, submodule in named.items():
+            # A module without parameters and buffers that nobody placed has no home: it runs where its data lies.
+            states = [*submodule.parameters(), *submodule.buffers()]
+            container = len({homes[id(m)] for m in submodule.modules()}) > 1
+            follows = name != "" and not states and not container and name not in assignment.manual
+            owned = sorted({numbers[id(p)] for p in submodule.parameters()})
+            has_buffers = any(True for _ in submodule.buffers())
+            infos.append((name, _FOLLOWS_DATA if follows else self.home[name], container, has_buffers, owned))
+            self._inline.append(container and self.home[name] == self.partition)
+
+        self.parameters = list(parameters.values())
+        self._patched = [m.__dict__.get("forward") for m in self.modules]
+        for index, submodule in enumerate(self.modules):
+            submodule.forward = self._shell(index)  # type: ignore[method-assign]
+        for full_name, parameter, home in self.parameters:
+            if home != self.partition:
+                _C.vacate(
+                    parameter,
+                    f"parameter '{full_name}' lives on partition {home}, not on this rank (partition {self.partition}): read it "
+                    "on its own rank (model.local_parameters()), or all together with model.state_dict()",
+                )
+        self.engine = _C.Engine(
+            state.transport, _Host(self), cfg.pipeline, cfg.active_microbatches, topology.group("pp"), infos, self.parameters, next(_generations)
+        )
+
+    def _shell(self, index: int) -> Callable[..., Any]:
+        """`forward` of a module: issues an instruction in the frame of a container, else runs as ever."""
+        original = self.forwards[index]
+        inline = self._inline[index]
+        in_frame = _C.in_frame
+
+        @functools.wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if inline or not in_frame():
+                return original(*args, **kwargs)
+            return self._call(index, args, kwargs)
+
+        return forward
+
+    def _call(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tree, tensors = trees.pack((args, kwargs), self.module_numbers, f"the arguments of module {self.names[index]!r}")
+        training = bytes([m.training for m in self.subtrees[index]])
+        tree, tensors = self.engine.call(index, tree, tensors, training)
+        return trees.unpack(tree, tensors, self.modules)
+
+    def close(self) -> None:
+        """Stops the engine and gives the modules their own `forward` back. Vacated parameters stay vacated."""
+        self.engine.close()
+        for module, patched in zip(self.modules, self._patched, strict=True):
+            if patched is None:
+                module.__dict__.pop("forward", None)
+            else:
+                module.__dict__["forward"] = patched

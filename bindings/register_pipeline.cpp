@@ -1,0 +1,261 @@
+// smp._C.Engine, and the host that runs Python modules for it.
+
+#include <c10/core/StorageImpl.h>
+#include <smp/error.h>
+#include <smp/pipeline/engine.h>
+#include <smp/pipeline/policy.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace py = pybind11;
+
+namespace {
+
+using smp::pipeline::CallOutcome;
+using smp::pipeline::Engine;
+using smp::pipeline::EngineOptions;
+using smp::pipeline::Failure;
+using smp::pipeline::Host;
+
+/// Keeps the Python thread state of an engine's thread: making one anew for each call costs more, and thread-locals of
+/// modules would be lost.
+class ThreadState {
+ public:
+  ThreadState() : gil_(PyGILState_Ensure()), thread_(PyEval_SaveThread()) {}
+  ~ThreadState() {
+    PyEval_RestoreThread(thread_);
+    PyGILState_Release(gil_);
+  }
+  ThreadState(const ThreadState&) = delete;
+  ThreadState& operator=(const ThreadState&) = delete;
+
+ private:
+  PyGILState_STATE gil_;
+  PyThreadState* thread_;
+};
+
+py::list wrap(const std::vector<at::Tensor>& tensors) {
+  py::list list(tensors.size());
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    list[i] = py::reinterpret_steal<py::object>(THPVariable_Wrap(tensors[i]));
+  }
+  return list;
+}
+
+std::vector<at::Tensor> unwrap(const py::handle& list) {
+  std::vector<at::Tensor> tensors;
+  for (const auto& item : py::reinterpret_borrow<py::sequence>(list)) {
+    tensors.push_back(THPVariable_Unpack(item.ptr()));
+  }
+  return tensors;
+}
+
+/// Calls `host.run(module, tree, tensors, training) -> (tree, tensors)`, `host.describe(exception) -> (message, payload)` and
+/// `host.aborted(failure) -> exception` of a Python object.
+class PythonHost final : public Host {
+ public:
+  explicit PythonHost(py::object host) : host_(std::move(host)) {}
+  ~PythonHost() override {
+    const py::gil_scoped_acquire gil;
+    host_ = py::object();
+  }
+
+  Outcome run(std::int32_t module, const std::string& tree, std::vector<at::Tensor> inputs, const std::string& training) override {
+    static thread_local const ThreadState thread_state;
+    const py::gil_scoped_acquire gil;
+    auto list = wrap(inputs);
+    inputs.clear();
+    const auto result = py::reinterpret_borrow<py::tuple>(host_.attr("run")(module, py::bytes(tree), std::move(list), py::bytes(training)));
+    return {result[0].cast<std::string>(), unwrap(result[1])};
+  }
+
+  void describe(const std::exception_ptr& error, Failure& failure) override {
+    const py::gil_scoped_acquire gil;
+    py::object exception;
+    try {
+      std::rethrow_exception(error);
+    } catch (py::error_already_set& e) {
+      exception = e.value();
+    } catch (python_error& e) {
+      e.restore();
+      exception = py::error_already_set().value();
+    } catch (const smp::UsageError& e) {
+      exception = py::module_::import("smp.exceptions").attr("SMPUsageError")(e.what());
+    } catch (const smp::Error& e) {
+      exception = py::module_::import("smp.exceptions").attr("SMPFailureError")(e.what());
+    } catch (const c10::Error& e) {
+      exception = py::module_::import("builtins").attr("RuntimeError")(e.what_without_backtrace());
+    } catch (const std::exception& e) {
+      exception = py::module_::import("builtins").attr("RuntimeError")(e.what());
+    }
+    const auto described = py::reinterpret_borrow<py::tuple>(host_.attr("describe")(exception));
+    failure.message = described[0].cast<std::string>();
+    failure.payload = described[1].cast<std::string>();
+  }
+
+  void check_interrupt() override {
+    const py::gil_scoped_acquire gil;
+    if (PyErr_CheckSignals() != 0) {
+      throw py::error_already_set();
+    }
+  }
+
+  void throw_aborted(const Failure& failure) override {
+    const py::gil_scoped_acquire gil;
+    const py::object exception = host_.attr("aborted")(failure);
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(exception.ptr())), exception.ptr());
+    throw py::error_already_set();
+  }
+
+  void* leave_interpreter() override { return PyGILState_Check() != 0 ? PyEval_SaveThread() : nullptr; }
+  void enter_interpreter(void* state) override {
+    if (state != nullptr) {
+      PyEval_RestoreThread(static_cast<PyThreadState*>(state));
+    }
+  }
+
+ private:
+  py::object host_;
+};
+
+EngineOptions make_options(const std::string& pipeline, int active_microbatches, std::vector<int> peers, const py::list& modules, const py::list& parameters, std::uint32_t generation) {
+  EngineOptions options;
+  options.policy = smp::pipeline::policy_named(pipeline);
+  options.active_microbatches = active_microbatches;
+  options.peers = std::move(peers);
+  options.generation = generation;
+  for (const auto& item : modules) {
+    const auto m = py::reinterpret_borrow<py::tuple>(item);
+    options.modules.push_back({m[0].cast<std::string>(), m[1].cast<int>(), m[2].cast<bool>(), m[3].cast<bool>(), m[4].cast<std::vector<int>>()});
+  }
+  for (const auto& item : parameters) {
+    const auto p = py::reinterpret_borrow<py::tuple>(item);
+    options.parameters.push_back({p[0].cast<std::string>(), THPVariable_Unpack(p[1].ptr()), p[2].cast<int>()});
+  }
+  return options;
+}
+
+std::shared_ptr<Engine> make_engine(std::shared_ptr<smp::Transport> transport, py::object host, const std::string& pipeline, int active_microbatches,
+                                    std::vector<int> peers, const py::list& modules, const py::list& parameters, std::uint32_t generation) {
+  auto options = make_options(pipeline, active_microbatches, std::move(peers), modules, parameters, generation);
+  auto python_host = std::make_shared<PythonHost>(std::move(host));
+  const py::gil_scoped_release release;
+  auto* engine = new Engine(std::move(transport), std::move(python_host), std::move(options));
+  return {engine, [](Engine* dying) {  // closing waits for threads that may need the GIL
+            if (PyGILState_Check() != 0) {
+              const py::gil_scoped_release without_gil;
+              delete dying;
+            } else {
+              delete dying;
+            }
+          }};
+}
+
+/// Frees the memory of a tensor that lives on another rank. Any later read of its data raises `message`.
+void vacate(const at::Tensor& tensor, const std::string& message) {
+  auto storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), std::size_t{0}, at::DataPtr(nullptr, tensor.device()), nullptr, false);
+  storage->release_data_and_set_meta_custom_data_ptr_error_msg_(message);
+  storage->set_throw_on_mutable_data_ptr();
+  tensor.unsafeGetTensorImpl()->set_storage_keep_dtype(c10::Storage(std::move(storage)));
+}
+
+void register_failure(py::module_& module) {
+  py::class_<Failure>(module, "Failure", "What went wrong in a step, and where.")
+      .def(py::init<>())
+      .def_readwrite("step", &Failure::step)
+      .def_readwrite("rank", &Failure::rank)
+      .def_readwrite("microbatch", &Failure::microbatch)
+      .def_readwrite("where", &Failure::where)
+      .def_readwrite("message", &Failure::message)
+      .def_property(
+          "payload", [](const Failure& failure) { return py::bytes(failure.payload); }, [](Failure& failure, const py::bytes& payload) { failure.payload = payload; })
+      .def("describe", &Failure::describe);
+}
+
+void register_engine(py::module_& module) {
+  const py::call_guard<py::gil_scoped_release> without_gil;
+  py::class_<Engine, std::shared_ptr<Engine>>(module, "Engine", "The interpreter of one rank.")
+      .def(py::init(&make_engine), py::arg("transport"), py::arg("host"), py::arg("pipeline"), py::arg("active_microbatches"), py::arg("peers"), py::arg("modules"),
+           py::arg("parameters"), py::arg("generation"))
+      .def_property_readonly("partition", &Engine::partition)
+      .def_property_readonly("partitions", &Engine::partitions)
+      .def("begin_step", &Engine::begin_step, without_gil)
+      .def("begin_microbatch", &Engine::begin_microbatch, without_gil)
+      .def("end_microbatch", &Engine::end_microbatch, without_gil)
+      .def("leave_microbatch", &Engine::leave_microbatch, without_gil)
+      .def("finish_microbatches", &Engine::finish_microbatches, without_gil)
+      .def("end_step", [](Engine& engine, const std::string& outputs) { engine.end_step(outputs); }, without_gil)
+      .def("follow_step",
+           [](Engine& engine, const std::string& name) {
+             std::string outputs;
+             {
+               const py::gil_scoped_release release;
+               outputs = engine.follow_step(name);
+             }
+             return py::bytes(outputs);
+           })
+      .def("abort", &Engine::abort, without_gil)
+      .def_property_readonly("failure", &Engine::failure)
+      .def_property_readonly("step", &Engine::step)
+      .def("close", &Engine::close, without_gil)
+      .def("call",
+           [](Engine& engine, std::int32_t target, const std::string& tree, const py::list& tensors, const std::string& training) {
+             auto inputs = unwrap(tensors);
+             CallOutcome outcome;
+             {
+               const py::gil_scoped_release release;
+               outcome = engine.call(target, tree, inputs, training);
+               inputs.clear();
+             }
+             return py::make_tuple(py::bytes(outcome.tree), wrap(outcome.outputs));
+           })
+      .def("fetch", &Engine::fetch, without_gil, "The data of a tensor, without autograd. Blocks.")
+      .def("begin_fetch", &Engine::begin_fetch, without_gil, "Asks for the data of a tensor; does not block.")
+      .def("end_fetch", &Engine::end_fetch, without_gil, "Waits for what begin_fetch asked for.")
+      .def("seed",
+           [](Engine& engine, const at::Tensor& x, const at::Tensor& gradient) {
+             const py::gil_scoped_release release;
+             return smp::pipeline::is_remote(x) ? engine.to_home(gradient, engine.home_of(x), false) : gradient;
+           },
+           "The gradient that backward starts with, where the tensor lies.")
+      .def("counts",
+           [](const Engine& engine) {
+             const auto counts = engine.counts();
+             py::dict result;
+             result["executed"] = counts.executed;
+             result["issued"] = counts.issued;
+             result["moved_bytes"] = counts.moved_bytes;
+             result["moved_values"] = counts.moved_values;
+             result["waits"] = counts.waits;
+             result["gradient_contributions"] = counts.gradient_contributions;
+             return result;
+           })
+      .def("state",
+           [](const Engine& engine) {
+             const auto state = engine.state();
+             py::dict result;
+             result["values"] = state.values;
+             result["calls"] = state.calls;
+             result["value_bytes"] = state.value_bytes;
+             result["queued"] = state.queued;
+             result["frames"] = state.frames;
+             return result;
+           })
+      .def("describe_lanes", &Engine::describe_lanes, without_gil);
+}
+
+}  // namespace
+
+void register_pipeline(py::module_& module) {
+  register_failure(module);
+  register_engine(module);
+  module.def("vacate", &vacate, py::arg("tensor"), py::arg("message"));
+  module.def("is_remote", &smp::pipeline::is_remote, py::arg("tensor"));
+  module.def("in_frame", [] { return smp::pipeline::current_frame() != nullptr; }, "Does this thread run a frame: do module calls issue instructions.");
+}

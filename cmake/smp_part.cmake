@@ -1,0 +1,16 @@
+# smp_add_part(<target> SOURCES <files> [DEPENDS <parts>] [LIBRARIES <libraries>])
+# One folder of the C++ library: an object library with the folder's include/ and those of the parts below it.
+# A folder without sources becomes an interface target.
+function(smp_add_part target)
+  cmake_parse_arguments(part "" "" "SOURCES;DEPENDS;LIBRARIES" ${ARGN})
+  if(part_SOURCES)
+    add_library(${target} OBJECT ${part_SOURCES})
+    set(scope PUBLIC)
+    target_link_libraries(${target} PRIVATE smp_options)
+  else()
+    add_library(${target} INTERFACE)
+    set(scope INTERFACE)
+  endif()
+  target_include_directories(${target} ${scope} "${CMAKE_CURRENT_SOURCE_DIR}/include")
+  target_link_libraries(${target} ${scope} smp_torch ${part_DEPENDS} ${part_LIBRARIES})
+endfunction()

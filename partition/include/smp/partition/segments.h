@@ -1,0 +1,42 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace smp::partition {
+
+/// A run of neighbouring siblings, cut from the children of a module.
+struct Segment {
+  std::vector<std::int64_t> costs;  ///< of each sibling with all that is below it
+  /// How many partitions each sibling can fill.
+  std::vector<int> capacities;
+};
+
+/// Number of elements looked at: a measure of work that does not depend on the machine.
+using Steps = std::int64_t;
+
+/// Cuts `costs` into `segments` contiguous, non-empty runs such that the largest run is as small as possible; what is
+/// free beyond that goes towards equal runs, the shorter one first. `first_extra` is a cost that the first run has
+/// anyway. Gives the end of each run. Costs are not negative; 1 <= segments <= size of `costs`.
+///
+/// Example: {8, 1, 1, 8} in 3 runs gives the ends {1, 3, 4}.
+std::vector<int> cut_segments(const std::vector<std::int64_t>& costs, int segments, std::int64_t first_extra,
+                              Steps& steps);
+
+/// The cost of the largest run of that cut.
+std::int64_t largest_segment(const std::vector<std::int64_t>& costs, int segments, std::int64_t first_extra,
+                             Steps& steps);
+
+/// Hands `partitions` partitions to the segments by D'Hondt: again and again one to the segment with the largest
+/// cost / (already given + 1), ties to the one that has fewer, then to the first. No segment gets more than its
+/// siblings can fill. `first_extra` is a cost that lies on the first of these partitions anyway: it makes the first
+/// segment larger for its first partition, but more partitions cannot share it.
+///
+/// A segment that gets none is to join the first of these partitions. Where there is one partition for each segment,
+/// D'Hondt is followed only if that makes the largest partition smaller than giving one to each.
+///
+/// The capacities must add up to `partitions` at least. Gives the number of partitions of each segment.
+std::vector<int> hand_out_partitions(const std::vector<Segment>& segments, int partitions, std::int64_t first_extra,
+                                     Steps& steps);
+
+}  // namespace smp::partition

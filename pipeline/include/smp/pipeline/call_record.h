@@ -1,0 +1,32 @@
+// What a rank keeps of a call until its backward.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/function.h>
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "smp/pipeline/tensor_meta.h"
+
+namespace smp::pipeline {
+
+/// Where the gradients of a call's inputs end up: see CaptureNode.
+struct CapturedGradients {
+  std::vector<at::Tensor> gradients;
+};
+
+/// What is kept of a call (or of a lifted tensor) for its backward: gradient edges, never outputs.
+struct CallRecord {
+  std::int32_t module = -1;
+  bool container = false;
+  bool freed = false;  // backward ran without keep_graph
+  std::int32_t microbatch = 0;
+  std::vector<torch::autograd::Edge> outputs;  // an edge without function: that output needs no gradient
+  std::shared_ptr<CapturedGradients> captured;
+  std::vector<TensorMeta> inputs;
+  std::vector<int> parameters;  // that its backward may reach
+};
+
+}  // namespace smp::pipeline

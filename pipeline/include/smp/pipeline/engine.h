@@ -1,0 +1,259 @@
+// The interpreter of one rank: issues instructions for all ranks, and runs those that arrive.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "smp/pipeline/frame.h"
+#include "smp/pipeline/gradient_sums.h"
+#include "smp/pipeline/host.h"
+#include "smp/pipeline/instruction.h"
+#include "smp/pipeline/lanes.h"
+#include "smp/pipeline/remote_tensor.h"
+#include "smp/pipeline/value_table.h"
+#include "smp/transport.h"
+
+namespace smp::pipeline {
+
+/// Home of a module without parameters that nobody placed: it runs where the largest of its tensors lies.
+inline constexpr int kFollowsData = -1;
+
+struct ModuleInfo {
+  std::string name;
+  int home = 0;
+  bool container = false;
+  bool ordered = false;         // has buffers: its calls keep the order of microbatches
+  std::vector<int> parameters;  // of its subtree, by index
+};
+
+struct ParameterInfo {
+  std::string name;
+  at::Tensor tensor;
+  int home = 0;
+};
+
+struct EngineOptions {
+  Policy policy = Policy::kInterleaved;
+  int active_microbatches = 1;
+  std::vector<int> peers;  // transport rank of each partition; its size is the number of partitions
+  std::vector<ModuleInfo> modules;
+  std::vector<ParameterInfo> parameters;
+  std::uint32_t generation = 0;  // of the model: late messages of an earlier engine on this transport are not for this one
+};
+
+/// What a call gives back, as its owner reports it and its issuer remembers it.
+struct CallReport {
+  std::string tree;
+  std::vector<TensorMeta> outputs;
+  std::vector<std::int32_t> changed;      // inputs that the call changed in place: each is one more output of its node
+  std::vector<TensorMeta> changed_metas;
+  std::vector<std::uint8_t> reach;        // [edge of node][input]: can a gradient get there
+
+  [[nodiscard]] std::string encode() const;  // all but reach
+  static CallReport decode(Reader& reader);
+};
+
+struct CallOutcome {
+  std::string tree;
+  std::vector<at::Tensor> outputs;
+};
+
+/// Counts since the engine was made, for traces and tests.
+struct EngineCounts {
+  std::map<std::string, std::int64_t> executed;  // by name of instruction
+  std::int64_t issued = 0;
+  std::int64_t moved_bytes = 0;   // values that left this rank
+  std::int64_t moved_values = 0;
+  std::int64_t waits = 0;         // for what is not known yet, or data
+  std::int64_t gradient_contributions = 0;
+};
+
+struct EngineState {
+  std::size_t values = 0;
+  std::size_t calls = 0;
+  std::int64_t value_bytes = 0;
+  std::size_t queued = 0;
+  std::size_t frames = 0;
+};
+
+/// One for each rank. Threads: the issuing thread is the caller's; one executor (a second takes over only while one waits) and
+/// the transport's thread. All functions may block only where they say so. None is collective unless it says so.
+class Engine {
+ public:
+  Engine(std::shared_ptr<Transport> transport, std::shared_ptr<Host> host, EngineOptions options);
+  ~Engine();
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  [[nodiscard]] int partition() const { return partition_; }
+  [[nodiscard]] int partitions() const { return static_cast<int>(options_.peers.size()); }
+  /// The step that this rank is in, or was in last; they count from 1.
+  [[nodiscard]] std::uint32_t step() const;
+
+  // ---- a step; partition 0 drives, the others follow. Errors of any rank leave these as Host::throw_aborted() says.
+
+  /// Partition 0: starts a step that all ranks know as `name`.
+  void begin_step(const std::string& name);
+  /// Partition 0: opens the frame of a microbatch and makes it this thread's. Blocks while `active_microbatches` are unfinished.
+  void begin_microbatch(std::int32_t microbatch);
+  /// Partition 0: all was issued. Does not block.
+  void end_microbatch();
+  /// Partition 0: leaves the frame of a microbatch whose step failed. Does not block.
+  void leave_microbatch();
+  /// Partition 0: blocks until every microbatch is finished on every rank and gradients are complete.
+  void finish_microbatches();
+  /// Partition 0: gives `outputs` to all ranks, which then leave the step.
+  void end_step(const std::string& outputs);
+  /// Other partitions: runs the step until partition 0 ends it; returns its outputs. Blocks. Throws UsageError, on all ranks, when
+  /// partition 0 runs another step than `name`.
+  std::string follow_step(const std::string& name);
+
+  /// Ends the step on all ranks; the first failure wins. Any thread.
+  void abort(Failure failure);
+  /// The failure that ended the last step, if one did.
+  [[nodiscard]] std::optional<Failure> failure() const;
+
+  /// Tells the others that this rank leaves, and stops. Blocks until its threads have ended. Idempotent.
+  void close();
+
+  // ---- issuing: from a thread with a current frame
+
+  /// Calls a module at its home. Blocks only when it does not know yet what comes out.
+  CallOutcome call(std::int32_t module, const std::string& tree, const std::vector<at::Tensor>& tensors, const std::string& training);
+  /// `x` as a remote tensor at `home`, by a differentiable move. Does not block.
+  at::Tensor to_home(const at::Tensor& x, int home, bool remember = true);
+  /// `x` as a tensor of this process, differentiable. Blocks.
+  at::Tensor to_local(const at::Tensor& x);
+  /// The data of `x`, without autograd. Blocks.
+  at::Tensor fetch(const at::Tensor& x);
+  /// fetch() in two halves: the first asks for the data and does not block, the second, which needs no frame, waits for it.
+  ValueId begin_fetch(const at::Tensor& x);
+  at::Tensor end_fetch(ValueId arrival);
+  /// Sends one instruction to a partition. Does not block.
+  void issue(int home, Body body);
+  /// Blocks until the reply named `id` came.
+  std::string wait_reply(ValueId id);
+
+  ValueId new_ids(std::int64_t count = 1);
+  at::Tensor new_remote(int home, ValueId id, const TensorMeta& meta);
+  Handle new_handle(int home, ValueId id, bool borrowed = false);
+  /// Partition that operators on these tensors run on: a parameter's home, else where most bytes lie.
+  [[nodiscard]] int common_home(const std::vector<at::Tensor>& tensors) const;
+  /// The home of a registered parameter, else this partition.
+  [[nodiscard]] int home_of(const at::Tensor& x) const;
+
+  // ---- looking at it
+
+  EngineCounts counts() const;
+  EngineState state() const;
+  std::vector<std::string> describe_lanes() const;
+
+ private:
+
+  /// What must not be destroyed under the lock: the end of a tensor may need the interpreter's lock, which another thread may
+  /// hold while it waits for ours. Declared before the lock, so that it goes after it.
+  struct Leftovers {
+    ValueTable::Trash values;
+    std::vector<std::shared_ptr<Frame>> frames;
+    std::shared_ptr<ReleaseQueue> releases;
+  };
+
+  // engine.cpp: steps, frames, failures
+  void enter_step();
+  void leave_step();
+  void wait(const std::function<bool()>& ready);
+  void check_failed() const;
+  void fail_locked(Failure failure, Leftovers& leftovers);
+  std::shared_ptr<Frame> open_frame(const Instruction& by);
+  void close_frame(const std::shared_ptr<Frame>& frame);
+  void frame_done(FrameId id);
+  Frame& here() const;
+
+  // messages.cpp
+  void receive(int source, Message message);
+  void send(int home, const Writer& header, at::Tensor payload = {});
+  void send_to_others(const Writer& header);
+  void send_value(int home, ValueId id, const at::Tensor& x);
+  void flush_releases();
+  void peer_left(int partition, std::uint32_t completed_steps, const std::string& reason);
+
+  // executor.cpp
+  void run_executor();
+  void start_executor();
+  void execute(const Instruction& instruction);
+  void run(const Instruction& instruction, const Call& call);
+  void run(const Instruction& instruction, const Op& op);
+  void run(const Instruction& instruction, const Backward& backward);
+  void run(const Instruction& instruction, const Lift& lift);
+  void run(const Instruction& instruction, const Accumulate& accumulate);
+  void run(const Instruction& instruction, const Send& send);
+  void run(const Instruction& instruction, const Alias& alias);
+  void run(const Instruction& instruction, const End& end);
+  void run(const Instruction& instruction, const Close& close);
+  std::vector<at::Tensor> run_autograd(const Instruction& instruction, CallRecord& record, std::vector<at::Tensor> gradients, bool keep_graph);
+  void store(ValueId id, at::Tensor data);
+  void store(ValueId id, std::shared_ptr<CallRecord> record);
+  at::Tensor value(ValueId id) const;
+  std::string where(const Instruction& instruction) const;
+  int issuer_of(const Instruction& instruction) const;
+  void reply(const Instruction& to, ValueId id, const std::string& bytes);
+
+  // issue.cpp
+  at::Tensor lift(const at::Tensor& x, int home);
+  at::Tensor move(const at::Tensor& x, int home);
+
+  const std::shared_ptr<Transport> transport_;
+  const std::shared_ptr<Host> host_;
+  EngineOptions options_;
+  int partition_ = 0;
+  bool nested_frames_ = false;  // a container away from partition 0: its frames may use any rank
+  std::unordered_map<const c10::TensorImpl*, int> parameter_index_;
+  GradientSums sums_;
+
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  ValueTable values_;
+  Lanes lanes_;
+  std::shared_ptr<ReleaseQueue> releases_ = std::make_shared<ReleaseQueue>();
+  std::unordered_map<FrameId, std::shared_ptr<Frame>> frames_;
+  std::unordered_map<ValueId, std::string> replies_;
+  std::atomic<std::uint64_t> counter_{1};
+
+  std::uint32_t entered_step_ = 0;
+  bool in_step_ = false;
+  int open_microbatches_ = 0;
+  std::map<std::uint32_t, std::string> begun_steps_;
+  std::map<std::uint32_t, std::string> ended_steps_;
+  std::uint32_t failed_step_ = 0;
+  std::optional<Failure> failure_;
+  std::atomic<bool> failed_{false};
+  std::optional<std::pair<std::uint32_t, Failure>> left_;  // a peer that ended, after so many steps
+  std::shared_ptr<Frame> microbatch_frame_;
+  std::optional<FrameScope> microbatch_scope_;
+
+  std::unordered_map<std::string, CallReport> reports_;
+  std::string frozen_;  // requires_grad of every parameter when reports_ were made
+  std::map<std::int32_t, std::int64_t> tickets_;
+
+  std::vector<std::thread> executors_;
+  int idle_executors_ = 0;
+  int resuming_ = 0;
+  bool computing_ = false;
+  bool stopping_ = false;
+  bool closed_ = false;
+  EngineCounts counts_;
+};
+
+}  // namespace smp::pipeline

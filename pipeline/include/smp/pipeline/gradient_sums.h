@@ -1,0 +1,58 @@
+// Gradients of this rank's parameters, added up in the order of microbatches whatever the order of the work.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <map>
+#include <set>
+#include <vector>
+
+namespace smp::pipeline {
+
+/// Contributions of one microbatch to one parameter are summed first, as autograd does; the sums of microbatches are then
+/// added to `.grad` in the order of their index. So every run gives the bits of the plain loop over microbatches.
+///
+///   microbatch:      0 (lowest open)        1                  2
+///   contribution:    into .grad as soon     waits for          waits for
+///                    as no call is left     close(0)           close(0), close(1)
+///
+/// Not thread-safe: the thread that holds the compute token uses it.
+class GradientSums {
+ public:
+  explicit GradientSums(std::vector<at::Tensor> parameters) : parameters_(std::move(parameters)), pending_(parameters_.size()) {}
+
+  [[nodiscard]] const at::Tensor& parameter(int index) const { return parameters_[static_cast<std::size_t>(index)]; }
+
+  /// A call in `microbatch` may contribute to these parameters / will not do so any more.
+  void open_call(const std::vector<int>& parameters, std::int32_t microbatch);
+  void close_call(const std::vector<int>& parameters, std::int32_t microbatch);
+
+  void add(int parameter, std::int32_t microbatch, at::Tensor gradient);
+
+  /// No more contributions of this microbatch can come.
+  void close(std::int32_t microbatch);
+
+  /// End of a step: adds what is left, in order, and starts again with microbatch 0.
+  void finish_step();
+  /// Forgets what is not in `.grad` yet.
+  void drop();
+
+  [[nodiscard]] std::size_t contributions() const { return contributions_; }
+  [[nodiscard]] std::int64_t pending_bytes() const;
+
+ private:
+  struct Pending {
+    at::Tensor sum;
+    int open_calls = 0;
+  };
+  void flush(std::size_t parameter, std::int32_t microbatch);
+
+  std::vector<at::Tensor> parameters_;
+  std::vector<std::map<std::int32_t, Pending>> pending_;  // for each parameter, by microbatch
+  std::set<std::int32_t> closed_;
+  std::int32_t lowest_open_ = 0;
+  std::size_t contributions_ = 0;
+};
+
+}  // namespace smp::pipeline

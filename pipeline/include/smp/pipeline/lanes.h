@@ -1,0 +1,72 @@
+// The queues of one rank: what arrived, what of it can run, and which of that runs next.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <optional>
+#include <set>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "smp/pipeline/instruction.h"
+#include "smp/pipeline/policy.h"
+#include "smp/pipeline/value_table.h"
+
+namespace smp::pipeline {
+
+/// A lane holds the instructions of one frame for this rank, in the order they were issued:
+///
+///   frame 12 (microbatch 0):  BACKWARD ▸ SEND ▸ END          each lane runs in order, one instruction at a time;
+///   frame 13 (microbatch 1):  CALL ▸ CALL ▸ SEND ▸ OP        a lane whose head waits blocks only itself
+///
+/// Not thread-safe: the engine's lock guards it.
+class Lanes {
+ public:
+  Lanes(Policy policy, int partition, int partitions) : policy_(policy), partition_(partition), partitions_(partitions) {}
+
+  void push(Instruction instruction);
+
+  /// Takes the most urgent instruction that can run (its lane is then busy), or nothing. Instructions of steps after
+  /// `entered_step` wait until this rank is there.
+  std::optional<Instruction> take(const ValueTable& values, std::uint32_t entered_step);
+  /// The instruction that take() gave has run.
+  void finish(const Instruction& instruction);
+
+  /// A frame was opened by an instruction of lane `parent` / is done.
+  void open_nested(FrameId parent) { ++lanes_[parent].open_nested; }
+  void close_nested(FrameId parent);
+
+  /// The step ended: microbatches and tickets start again at 0.
+  void start_step();
+  [[nodiscard]] std::vector<Instruction> clear();
+  [[nodiscard]] std::size_t size() const;
+  /// One line for each lane: what it waits for.
+  [[nodiscard]] std::vector<std::string> describe(const ValueTable& values) const;
+
+ private:
+  struct Item {
+    Instruction instruction;
+    std::vector<ValueId> needs;
+    std::uint64_t arrival;
+  };
+  struct Lane {
+    std::deque<Item> items;
+    int open_nested = 0;
+    bool busy = false;
+  };
+
+  [[nodiscard]] bool can_run(const Lane& lane, const ValueTable& values) const;
+
+  Policy policy_;
+  int partition_;
+  int partitions_;
+  std::unordered_map<FrameId, Lane> lanes_;
+  std::uint64_t arrivals_ = 0;
+  std::int32_t lowest_unfinished_ = 0;
+  std::set<std::int32_t> finished_;
+  std::map<std::pair<std::int32_t, std::int32_t>, std::int64_t> next_ticket_;  // by module and issuer
+};
+
+}  // namespace smp::pipeline

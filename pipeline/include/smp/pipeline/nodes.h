@@ -1,0 +1,72 @@
+// Autograd nodes of remote tensors. None of them computes or waits: each issues an instruction and returns.
+#pragma once
+
+#include <torch/csrc/autograd/function.h>
+
+#include <memory>
+#include <vector>
+
+#include "smp/pipeline/call_record.h"
+#include "smp/pipeline/engine.h"
+
+namespace smp::pipeline {
+
+/// Backward of a call: issues BACKWARD.
+///
+///   inputs ──► CallNode ──► outputs (and inputs that the call changed)
+class CallNode final : public torch::autograd::Node {
+ public:
+  CallNode(Handle call, std::vector<std::uint8_t> wants, std::vector<TensorMeta> inputs, std::vector<std::uint8_t> reach)
+      : call_(std::move(call)), wants_(std::move(wants)), inputs_(std::move(inputs)), reach_(std::move(reach)) {}
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override;
+  void release_variables() override { released_ = true; }
+  [[nodiscard]] std::string name() const override { return "smp::CallNode"; }
+
+ private:
+  Handle call_;
+  std::vector<std::uint8_t> wants_;
+  std::vector<TensorMeta> inputs_;
+  std::vector<std::uint8_t> reach_;
+  bool released_ = false;
+};
+
+/// Backward of a move between partitions: moves the gradient back.
+class MoveNode final : public torch::autograd::Node {
+ public:
+  explicit MoveNode(int origin) : origin_(origin) {}
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override;
+  [[nodiscard]] std::string name() const override { return "smp::MoveNode"; }
+
+ private:
+  int origin_;
+};
+
+/// Where the graph of a frame meets a parameter or a local tensor: issues ACCUMULATE.
+class LiftNode final : public torch::autograd::Node {
+ public:
+  explicit LiftNode(Handle record) : record_(std::move(record)) {}
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override;
+  [[nodiscard]] std::string name() const override { return "smp::LiftNode"; }
+
+ private:
+  Handle record_;
+};
+
+/// Where the graph of a call meets its inputs: keeps their gradients. The inputs are not leaves, so in-place works on them.
+class CaptureNode final : public torch::autograd::Node {
+ public:
+  explicit CaptureNode(std::shared_ptr<CapturedGradients> captured) : captured_(std::move(captured)) {}
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override;
+  [[nodiscard]] std::string name() const override { return "smp::CaptureNode"; }
+
+ private:
+  std::shared_ptr<CapturedGradients> captured_;
+};
+
+/// For each root and each output of `capture`: is there a path. Row by row.
+std::vector<std::uint8_t> reachable(const std::vector<torch::autograd::Edge>& roots, const torch::autograd::Node* capture, std::size_t inputs);
+
+/// The leaf tensors that backward from `root` may accumulate into.
+std::vector<at::Tensor> leaves_below(const torch::autograd::Edge& root);
+
+}  // namespace smp::pipeline

@@ -1,0 +1,33 @@
+// Scheduling policies: which of the ready instructions a rank runs next. Pure functions of the ready set.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string_view>
+#include <vector>
+
+namespace smp::pipeline {
+
+/// `interleaved`: backward work first, then the lower microbatch. `simple`: forwards before backwards, as a preference.
+enum class Policy : std::uint8_t { kInterleaved, kSimple };
+
+/// Throws UsageError for a name that is neither "interleaved" nor "simple".
+Policy policy_named(std::string_view name);
+
+enum class Urgency : std::uint8_t { kTransfer, kOperator, kForward, kBackward };
+
+/// An instruction that could run now. `arrival` orders those that are equal otherwise.
+struct Candidate {
+  Urgency urgency;
+  std::int32_t microbatch;
+  std::uint64_t arrival;
+};
+
+/// Index of the candidate to run. Precondition: candidates is not empty.
+std::size_t choose(Policy policy, const std::vector<Candidate>& candidates);
+
+/// The first microbatch that rank `partition` may not take up yet while `lowest_unfinished` is the lowest one that it has not
+/// finished: running further ahead would hold more activations than 1F1B does. `simple` has no such bound.
+std::int32_t admission_limit(Policy policy, std::int32_t lowest_unfinished, int partition, int partitions);
+
+}  // namespace smp::pipeline

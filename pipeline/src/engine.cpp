@@ -1,0 +1,432 @@
+// Steps, frames and failures. messages.cpp, issue.cpp and executor.cpp hold the rest of the engine.
+#include "smp/pipeline/engine.h"
+
+#include <algorithm>
+#include <chrono>
+#include <utility>
+
+#include "message_kind.h"
+#include "smp/error.h"
+
+namespace smp::pipeline {
+namespace {
+
+constexpr std::chrono::milliseconds kInterruptInterval{50};
+
+std::vector<at::Tensor> tensors_of(const std::vector<ParameterInfo>& parameters) {
+  std::vector<at::Tensor> tensors;
+  tensors.reserve(parameters.size());
+  for (const auto& parameter : parameters) {
+    tensors.push_back(parameter.tensor);
+  }
+  return tensors;
+}
+
+int position_of(int rank, const std::vector<int>& peers) {
+  const auto it = std::find(peers.begin(), peers.end(), rank);
+  if (it == peers.end()) {
+    throw_usage("rank {} is not among the {} ranks of this pipeline", rank, peers.size());
+  }
+  return static_cast<int>(it - peers.begin());
+}
+
+}  // namespace
+
+// The executor of which engine this thread is; set in executor.cpp.
+thread_local const Engine* tls_executor_of = nullptr;
+
+Engine::Engine(std::shared_ptr<Transport> transport, std::shared_ptr<Host> host, EngineOptions options)
+    : transport_(std::move(transport)),
+      host_(std::move(host)),
+      options_(std::move(options)),
+      partition_(position_of(transport_->rank(), options_.peers)),
+      sums_(tensors_of(options_.parameters)),
+      lanes_(options_.policy, partition_, static_cast<int>(options_.peers.size())) {
+  if (options_.peers.size() >= (1U << kRankBits)) {
+    throw_usage("{} partitions: at most {} are possible", options_.peers.size(), (1U << kRankBits) - 1);
+  }
+  for (std::size_t i = 0; i < options_.parameters.size(); ++i) {
+    parameter_index_.emplace(options_.parameters[i].tensor.unsafeGetTensorImpl(), static_cast<int>(i));
+  }
+  nested_frames_ = std::any_of(options_.modules.begin(), options_.modules.end(), [](const ModuleInfo& m) { return m.container && m.home != 0; });
+  {
+    const std::lock_guard lock(mutex_);
+    start_executor();
+  }
+  transport_->set_receiver(
+      kEngineChannel, [this](int source, Message message) { receive(source, std::move(message)); },
+      [this](const std::string& reason) { peer_left(partition_, 0, reason); });
+}
+
+Engine::~Engine() { close(); }
+
+void Engine::close() {
+  void* const interpreter = host_->leave_interpreter();
+  std::vector<std::thread> threads;
+  Leftovers leftovers;
+  bool was_open = false;
+  {
+    const std::lock_guard lock(mutex_);
+    was_open = !std::exchange(closed_, true);
+    stopping_ = true;
+    threads.swap(executors_);
+    changed_.notify_all();
+  }
+  if (was_open) {
+    try {
+      Writer header;
+      header(MessageKind::kLeave, in_step_ ? entered_step_ - 1 : entered_step_);
+      send_to_others(header);
+    } catch (const FailureError&) {  // the transport is gone, and so are the peers
+    }
+    transport_->set_receiver(kEngineChannel, {});
+  }
+  for (auto& thread : threads) {
+    thread.join();
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    leftovers.values = values_.clear();
+    leftovers.releases = std::exchange(releases_, std::make_shared<ReleaseQueue>());
+    for (auto& [id, frame] : frames_) {
+      leftovers.frames.push_back(std::move(frame));
+    }
+    frames_.clear();
+    static_cast<void>(lanes_.clear());
+  }
+  leftovers = {};
+  host_->enter_interpreter(interpreter);
+}
+
+// ---- steps
+
+void Engine::enter_step() {
+  std::string frozen;
+  for (const auto& parameter : options_.parameters) {
+    frozen.push_back(parameter.tensor.requires_grad() ? '1' : '0');
+  }
+  std::optional<Failure> left;
+  {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return !failed_ || !computing_; });  // what a failed step still runs
+    if (closed_) {
+      throw_usage("a step was called on a model that was closed");
+    }
+    ++entered_step_;
+    in_step_ = true;
+    lanes_.start_step();
+    sums_.drop();
+    tickets_.clear();
+    if (frozen != frozen_) {  // what needs a gradient has changed, and with it what calls give back
+      frozen_ = std::move(frozen);
+      reports_.clear();
+    }
+    if (failed_step_ < entered_step_) {
+      failure_.reset();
+      failed_ = false;
+    }
+    if (left_ && left_->first < entered_step_) {
+      left = left_->second;
+      left->step = entered_step_;
+    }
+    changed_.notify_all();
+  }
+  if (left) {
+    abort(*left);
+  }
+  check_failed();
+}
+
+void Engine::leave_step() {
+  // Every frame is done; what may be left are CLOSE instructions, which add up gradients.
+  wait([&] { return lanes_.size() == 0 && !computing_; });
+  sums_.finish_step();
+  flush_releases();
+  const std::lock_guard lock(mutex_);
+  in_step_ = false;
+}
+
+void Engine::begin_step(const std::string& name) {
+  enter_step();
+  Writer header;
+  header(MessageKind::kStepBegin, entered_step_, name);
+  send_to_others(header);
+}
+
+void Engine::begin_microbatch(std::int32_t microbatch) {
+  const int active = options_.policy == Policy::kSimple ? std::numeric_limits<int>::max() : options_.active_microbatches;
+  wait([&] { return open_microbatches_ < active; });
+  auto frame = std::make_shared<Frame>();
+  frame->engine = this;
+  frame->id = new_ids();
+  frame->microbatch = microbatch;
+  frame->step = entered_step_;
+  frame->outermost = true;
+  // Every rank gets the end of every microbatch: it is what tells a rank that the microbatch is finished there.
+  frame->issued.assign(options_.peers.size(), 1);
+  const std::lock_guard lock(mutex_);
+  ++open_microbatches_;
+  frames_[frame->id] = frame;
+  microbatch_frame_ = frame;
+  microbatch_scope_.emplace(frame.get());
+}
+
+void Engine::end_microbatch() {
+  microbatch_scope_.reset();
+  close_frame(std::exchange(microbatch_frame_, nullptr));
+}
+
+void Engine::leave_microbatch() {
+  microbatch_scope_.reset();
+  microbatch_frame_.reset();
+}
+
+void Engine::finish_microbatches() {
+  wait([&] { return open_microbatches_ == 0; });
+  leave_step();
+}
+
+void Engine::end_step(const std::string& outputs) {
+  Writer header;
+  header(MessageKind::kStepEnd, entered_step_, outputs);
+  send_to_others(header);
+}
+
+std::string Engine::follow_step(const std::string& name) {
+  enter_step();
+  const auto step = entered_step_;
+  wait([&] { return begun_steps_.contains(step); });
+  std::string begun;
+  {
+    const std::lock_guard lock(mutex_);
+    begun = begun_steps_.extract(step).mapped();
+  }
+  if (begun != name) {
+    Failure failure;
+    failure.step = step;
+    failure.rank = transport_->rank();
+    failure.message = fmt::format(
+        "step {} is '{}' on the rank of partition 0 but '{}' on rank {}: all ranks must call the same step functions in the same order", step,
+        begun, name, failure.rank);
+    abort(failure);
+    check_failed();
+  }
+  wait([&] { return ended_steps_.contains(step); });
+  leave_step();
+  const std::lock_guard lock(mutex_);
+  return ended_steps_.extract(step).mapped();
+}
+
+// ---- frames
+
+std::shared_ptr<Frame> Engine::open_frame(const Instruction& by) {
+  auto frame = std::make_shared<Frame>();
+  frame->engine = this;
+  frame->id = new_ids();
+  frame->microbatch = by.microbatch;
+  frame->step = by.step;
+  frame->parent = by.frame;
+  frame->ancestors = by.ancestors;
+  frame->ancestors.push_back(by.frame);
+  frame->issued.assign(options_.peers.size(), 0);
+  const std::lock_guard lock(mutex_);
+  if (failed_step_ < by.step) {
+    frames_[frame->id] = frame;
+    lanes_.open_nested(by.frame);
+  }
+  return frame;
+}
+
+void Engine::close_frame(const std::shared_ptr<Frame>& frame) {
+  frame->moved.clear();
+  flush_releases();
+  {
+    const std::lock_guard lock(mutex_);
+    frame->open_lanes = static_cast<int>(std::count(frame->issued.begin(), frame->issued.end(), 1));
+  }
+  if (frame->open_lanes == 0) {
+    frame_done(frame->id);
+    return;
+  }
+  const FrameScope scope(frame.get());
+  const auto lanes = frame->issued;
+  for (std::size_t home = 0; home < lanes.size(); ++home) {
+    if (lanes[home] != 0) {
+      issue(static_cast<int>(home), End{});
+    }
+  }
+}
+
+void Engine::frame_done(FrameId id) {
+  std::shared_ptr<Frame> frame;
+  {
+    const std::lock_guard lock(mutex_);
+    const auto it = frames_.find(id);
+    if (it == frames_.end() || it->second->step <= failed_step_) {
+      return;
+    }
+    if (it->second->open_lanes > 0 && --it->second->open_lanes > 0) {
+      return;
+    }
+    frame = std::move(it->second);
+    frames_.erase(it);
+    if (frame->outermost) {
+      --open_microbatches_;
+    } else {
+      lanes_.close_nested(frame->parent);
+      for (auto value : frame->borrowed) {
+        values_.give_back(value, frame->id);
+      }
+    }
+    if (frame->outermost && nested_frames_) {
+      lanes_.push({frame->id, transport_->rank(), frame->microbatch, frame->step, true, {}, Close{}});
+    }
+    changed_.notify_all();
+  }
+  if (frame->outermost && nested_frames_) {
+    Writer header;
+    header(MessageKind::kInstruction);
+    Instruction{frame->id, transport_->rank(), frame->microbatch, frame->step, true, {}, Close{}}.encode(header);
+    send_to_others(header);
+  }
+}
+
+Frame& Engine::here() const {
+  auto* frame = current_frame();
+  if (frame == nullptr || frame->engine != this) {
+    throw_usage(
+        "a tensor that lives on another partition was used outside a step: return it from the @smp.step function, or read it inside "
+        "(.item(), .detach().clone())");
+  }
+  return *frame;
+}
+
+// ---- waiting and failing
+
+void Engine::wait(const std::function<bool()>& ready) {
+  struct Outside {
+    Host& host;
+    void* state;
+    explicit Outside(Host& h) : host(h), state(h.leave_interpreter()) {}
+    ~Outside() { host.enter_interpreter(state); }
+  };
+  {
+    const Outside outside(*host_);
+    const bool is_executor = tls_executor_of == this;
+    std::unique_lock lock(mutex_);
+    if (ready() || failed_) {
+      lock.unlock();
+    } else {
+      ++counts_.waits;
+      if (is_executor) {  // somebody must go on serving this rank
+        computing_ = false;
+        if (idle_executors_ == 0) {
+          start_executor();
+        }
+        changed_.notify_all();
+        transport_->set_busy(false);
+      }
+      lock.unlock();
+      flush_releases();
+      lock.lock();
+      while (!ready() && !failed_ && !stopping_) {
+        changed_.wait_for(lock, kInterruptInterval);
+        if (!is_executor) {
+          lock.unlock();
+          host_->check_interrupt();
+          lock.lock();
+        }
+      }
+      if (is_executor) {
+        ++resuming_;
+        while (computing_) {
+          changed_.wait(lock);
+        }
+        --resuming_;
+        computing_ = true;
+      }
+    }
+  }
+  check_failed();
+}
+
+void Engine::check_failed() const {
+  if (!failed_) {
+    return;
+  }
+  std::optional<Failure> failure;
+  {
+    const std::lock_guard lock(mutex_);
+    failure = failure_;
+  }
+  if (failure) {
+    host_->throw_aborted(*failure);
+  }
+}
+
+std::uint32_t Engine::step() const {
+  const std::lock_guard lock(mutex_);
+  return entered_step_;
+}
+
+std::optional<Failure> Engine::failure() const {
+  const std::lock_guard lock(mutex_);
+  return failure_;
+}
+
+void Engine::fail_locked(Failure failure, Leftovers& leftovers) {
+  failed_step_ = failure.step;
+  failure_ = std::move(failure);
+  failed_ = true;
+  in_step_ = false;
+  leftovers.values = values_.clear();
+  leftovers.releases = std::exchange(releases_, std::make_shared<ReleaseQueue>());
+  for (auto& [id, frame] : frames_) {
+    leftovers.frames.push_back(std::move(frame));
+  }
+  frames_.clear();
+  static_cast<void>(lanes_.clear());
+  replies_.clear();
+  reports_.clear();
+  open_microbatches_ = 0;
+  changed_.notify_all();
+}
+
+void Engine::abort(Failure failure) {
+  Leftovers leftovers;
+  {
+    const std::lock_guard lock(mutex_);
+    if (failure.step <= failed_step_) {
+      return;  // the first failure of a step wins
+    }
+    fail_locked(failure, leftovers);
+  }
+  try {
+    Writer header;
+    header(MessageKind::kAbort);
+    failure.fields(header);
+    send_to_others(header);
+  } catch (const FailureError&) {  // nobody is left to tell
+  }
+}
+
+// ---- looking at it
+
+EngineCounts Engine::counts() const {
+  const std::lock_guard lock(mutex_);
+  auto counts = counts_;
+  counts.gradient_contributions = static_cast<std::int64_t>(sums_.contributions());
+  return counts;
+}
+
+EngineState Engine::state() const {
+  const std::lock_guard lock(mutex_);
+  return {values_.size() - values_.calls(), values_.calls(), values_.bytes(), lanes_.size(), frames_.size()};
+}
+
+std::vector<std::string> Engine::describe_lanes() const {
+  const std::lock_guard lock(mutex_);
+  return lanes_.describe(values_);
+}
+
+}  // namespace smp::pipeline

@@ -1,0 +1,100 @@
+#include "smp/pipeline/gradient_sums.h"
+
+#include <ATen/ops/add.h>
+#include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+
+namespace smp::pipeline {
+
+void GradientSums::open_call(const std::vector<int>& parameters, std::int32_t microbatch) {
+  for (int p : parameters) {
+    ++pending_[static_cast<std::size_t>(p)][microbatch].open_calls;
+  }
+}
+
+void GradientSums::close_call(const std::vector<int>& parameters, std::int32_t microbatch) {
+  for (int p : parameters) {
+    auto& by_microbatch = pending_[static_cast<std::size_t>(p)];
+    const auto found = by_microbatch.find(microbatch);
+    if (found == by_microbatch.end()) {
+      continue;
+    }
+    --found->second.open_calls;
+    if (found->second.open_calls <= 0 && microbatch == lowest_open_) {
+      flush(static_cast<std::size_t>(p), microbatch);
+    }
+  }
+}
+
+void GradientSums::add(int parameter, std::int32_t microbatch, at::Tensor gradient) {
+  const c10::AutoGradMode no_grad(false);
+  auto& sum = pending_[static_cast<std::size_t>(parameter)][microbatch].sum;
+  sum = sum.defined() ? at::add(sum, gradient) : std::move(gradient);
+  ++contributions_;
+}
+
+void GradientSums::flush(std::size_t parameter, std::int32_t microbatch) {
+  auto& by_microbatch = pending_[parameter];
+  const auto found = by_microbatch.find(microbatch);
+  if (found == by_microbatch.end()) {
+    return;
+  }
+  auto sum = std::move(found->second.sum);
+  if (found->second.open_calls <= 0) {
+    by_microbatch.erase(found);
+  }
+  if (!sum.defined()) {
+    return;
+  }
+  const c10::AutoGradMode no_grad(false);
+  auto& variable = parameters_[parameter];
+  auto& grad = variable.mutable_grad();
+  torch::autograd::AccumulateGrad::accumulateGrad(variable, grad, sum, 1, [&grad](at::Tensor&& updated) { grad = std::move(updated); });
+}
+
+void GradientSums::close(std::int32_t microbatch) {
+  closed_.insert(microbatch);
+  while (closed_.erase(lowest_open_) > 0) {
+    for (std::size_t p = 0; p < parameters_.size(); ++p) {
+      flush(p, lowest_open_);
+    }
+    ++lowest_open_;
+    for (std::size_t p = 0; p < parameters_.size(); ++p) {
+      const auto found = pending_[p].find(lowest_open_);
+      if (found != pending_[p].end() && found->second.open_calls <= 0) {
+        flush(p, lowest_open_);
+      }
+    }
+  }
+}
+
+void GradientSums::finish_step() {
+  for (std::size_t p = 0; p < parameters_.size(); ++p) {
+    while (!pending_[p].empty()) {
+      const auto microbatch = pending_[p].begin()->first;
+      pending_[p].begin()->second.open_calls = 0;
+      flush(p, microbatch);
+    }
+  }
+  drop();
+}
+
+void GradientSums::drop() {
+  for (auto& by_microbatch : pending_) {
+    by_microbatch.clear();
+  }
+  closed_.clear();
+  lowest_open_ = 0;
+}
+
+std::int64_t GradientSums::pending_bytes() const {
+  std::int64_t bytes = 0;
+  for (const auto& by_microbatch : pending_) {
+    for (const auto& [microbatch, pending] : by_microbatch) {
+      bytes += pending.sum.defined() ? static_cast<std::int64_t>(pending.sum.nbytes()) : 0;
+    }
+  }
+  return bytes;
+}
+
+}  // namespace smp::pipeline

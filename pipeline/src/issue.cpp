@@ -1,0 +1,337 @@
+// The issuing side of the engine: what frames ask of it.
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include "message_kind.h"
+#include "smp/error.h"
+#include "smp/pipeline/engine.h"
+#include "smp/pipeline/nodes.h"
+
+namespace smp::pipeline {
+namespace {
+
+// Results of a call whose outcome is not known yet: so many names are set aside for it.
+constexpr std::int64_t kUnknownResults = 1024;
+
+ValueId nth(ValueId first, std::size_t index) { return first + (static_cast<ValueId>(index) << kRankBits); }
+
+bool tracked(const at::Tensor& x) { return c10::GradMode::is_enabled() && x.requires_grad(); }
+
+/// Gives `out` a grad_fn.
+void attach(const at::Tensor& out, const at::Tensor& source, c10::intrusive_ptr<torch::autograd::Node> node) {
+  node->set_next_edges(torch::autograd::collect_next_edges(source));
+  torch::autograd::set_history(out, std::move(node));
+}
+
+}  // namespace
+
+ValueId Engine::new_ids(std::int64_t count) {
+  return (counter_.fetch_add(static_cast<std::uint64_t>(count)) << kRankBits) | static_cast<ValueId>(partition_);
+}
+
+Handle Engine::new_handle(int home, ValueId id, bool borrowed) {
+  const std::lock_guard lock(mutex_);
+  return c10::make_intrusive<ValueHandle>(releases_, home, id, borrowed);
+}
+
+at::Tensor Engine::new_remote(int home, ValueId id, const TensorMeta& meta) { return make_remote(new_handle(home, id), meta); }
+
+void Engine::issue(int home, Body body) {
+  auto& frame = here();
+  check_failed();
+  frame.issued[static_cast<std::size_t>(home)] = 1;
+  Instruction instruction{frame.id, transport_->rank(), frame.microbatch, frame.step, frame.outermost, frame.ancestors, std::move(body)};
+  if (home == partition_) {
+    const auto needs = instruction.needs();
+    const std::lock_guard lock(mutex_);
+    if (frame.step > failed_step_) {
+      ++counts_.issued;
+      for (auto id : needs) {
+        values_.pin(id);
+      }
+      lanes_.push(std::move(instruction));
+      changed_.notify_all();
+    }
+  } else {
+    Writer header;
+    header(MessageKind::kInstruction);
+    instruction.encode(header);
+    send(home, header);
+    const std::lock_guard lock(mutex_);
+    ++counts_.issued;
+  }
+  flush_releases();
+}
+
+std::string Engine::wait_reply(ValueId id) {
+  wait([&] { return replies_.contains(id); });
+  const std::lock_guard lock(mutex_);
+  return replies_.extract(id).mapped();
+}
+
+int Engine::home_of(const at::Tensor& x) const {
+  if (is_remote(x)) {
+    return handle_of(x)->home();
+  }
+  const auto it = parameter_index_.find(x.unsafeGetTensorImpl());
+  return it == parameter_index_.end() ? partition_ : options_.parameters[static_cast<std::size_t>(it->second)].home;
+}
+
+int Engine::common_home(const std::vector<at::Tensor>& tensors) const {
+  std::vector<std::int64_t> bytes(options_.peers.size(), 0);
+  std::vector<std::int64_t> parameter_bytes(options_.peers.size(), 0);
+  for (const auto& x : tensors) {
+    const auto home = static_cast<std::size_t>(home_of(x));
+    const auto size = x.numel() * static_cast<std::int64_t>(x.element_size());
+    bytes[home] += size;
+    if (parameter_index_.contains(x.unsafeGetTensorImpl())) {
+      parameter_bytes[home] += size;
+    }
+  }
+  const auto largest = [](const std::vector<std::int64_t>& of) { return std::max_element(of.begin(), of.end()) - of.begin(); };
+  const auto by_parameters = largest(parameter_bytes);
+  return static_cast<int>(parameter_bytes[static_cast<std::size_t>(by_parameters)] > 0 ? by_parameters : largest(bytes));
+}
+
+// ---- moves
+
+at::Tensor Engine::to_home(const at::Tensor& x, int home, bool remember) {
+  auto& frame = here();
+  if (is_remote(x)) {
+    {
+      const std::lock_guard lock(mutex_);
+      if (handle_of(x)->queue() != releases_) {
+        throw_usage("a tensor of a step that failed, or of a model that was closed, can't be used any more");
+      }
+    }
+    if (handle_of(x)->home() == home) {
+      return x;
+    }
+  }
+  if (!remember) {
+    return move(x, home);
+  }
+  auto* source = x.unsafeGetTensorImpl();
+  const auto version = x._version();
+  const bool grad_mode = c10::GradMode::is_enabled();
+  auto& moved = frame.moved;
+  std::erase_if(moved, [](const Frame::Moved& entry) { return entry.source.use_count() == 0; });
+  for (const auto& entry : moved) {
+    if (entry.source._unsafe_get_target() == source && entry.version == version && entry.home == home && entry.grad_mode == grad_mode) {
+      return entry.copy;
+    }
+  }
+  auto copy = move(x, home);
+  moved.push_back({c10::weak_intrusive_ptr<c10::TensorImpl>(x.getIntrusivePtr()), static_cast<std::uint32_t>(version), home, grad_mode, copy});
+  return copy;
+}
+
+at::Tensor Engine::move(const at::Tensor& x, int home) {
+  if (!is_remote(x)) {
+    return lift(x, home);
+  }
+  const auto origin = handle_of(x)->home();
+  const auto copy = new_ids();
+  issue(origin, Send{handle_of(x)->id(), home, copy});
+  auto out = new_remote(home, copy, travelled(TensorMeta::of(x)));
+  if (tracked(x)) {
+    attach(out, x, c10::make_intrusive<MoveNode>(origin));
+  }
+  return out;
+}
+
+at::Tensor Engine::lift(const at::Tensor& x, int home) {
+  const auto parameter = parameter_index_.find(x.unsafeGetTensorImpl());
+  const auto value = new_ids();
+  if (parameter != parameter_index_.end()) {
+    // A parameter enters as a value of its own home, and moves on from there like any other.
+    const int owner = home_of(x);
+    const auto record = new_ids();
+    issue(owner, Lift{parameter->second, record, value});
+    auto out = new_remote(owner, value, TensorMeta::of(x));
+    auto handle = new_handle(owner, record);
+    if (tracked(x)) {
+      torch::autograd::set_history(out, c10::make_intrusive<LiftNode>(std::move(handle)));
+    }
+    return owner == home ? out : move(out, home);
+  }
+  send_value(home, value, x.detach());
+  auto out = new_remote(home, value, travelled(TensorMeta::of(x)));
+  if (tracked(x)) {
+    auto record = std::make_shared<CallRecord>();
+    record->microbatch = here().microbatch;
+    record->outputs = {torch::autograd::impl::gradient_edge(x)};
+    for (const auto& leaf : leaves_below(record->outputs[0])) {
+      if (const auto it = parameter_index_.find(leaf.unsafeGetTensorImpl()); it != parameter_index_.end()) {
+        record->parameters.push_back(it->second);
+      }
+    }
+    const auto id = new_ids();
+    store(id, std::move(record));
+    torch::autograd::set_history(out, c10::make_intrusive<LiftNode>(new_handle(partition_, id)));
+  }
+  return out;
+}
+
+ValueId Engine::begin_fetch(const at::Tensor& x) {
+  const auto arrival = new_ids();
+  if (is_remote(x)) {
+    static_cast<void>(to_home(x, handle_of(x)->home()));  // throws when it can't be used any more
+    issue(handle_of(x)->home(), Send{handle_of(x)->id(), partition_, arrival});
+  } else {
+    send_value(partition_, arrival, x.detach());
+  }
+  return arrival;
+}
+
+at::Tensor Engine::end_fetch(ValueId arrival) {
+  wait([&] { return values_.ready(arrival); });
+  ValueTable::Trash trash;
+  const std::lock_guard lock(mutex_);
+  auto data = values_.value(arrival);
+  values_.release(arrival, trash);
+  return data;
+}
+
+at::Tensor Engine::fetch(const at::Tensor& x) { return is_remote(x) ? end_fetch(begin_fetch(x)) : x.detach(); }
+
+at::Tensor Engine::to_local(const at::Tensor& x) {
+  if (!is_remote(x)) {
+    return x;
+  }
+  auto out = fetch(x);
+  if (tracked(x)) {
+    attach(out, x, c10::make_intrusive<MoveNode>(handle_of(x)->home()));
+  }
+  return out;
+}
+
+// ---- calls
+
+std::string CallReport::encode() const {
+  Writer writer;
+  writer(tree, static_cast<std::uint64_t>(outputs.size()));
+  for (auto meta : outputs) {
+    meta.fields(writer);
+  }
+  writer(changed);
+  for (auto meta : changed_metas) {
+    meta.fields(writer);
+  }
+  return writer.take();
+}
+
+CallReport CallReport::decode(Reader& reader) {
+  CallReport report;
+  reader(report.tree);
+  report.outputs.resize(reader.get<std::uint64_t>());
+  for (auto& meta : report.outputs) {
+    meta.fields(reader);
+  }
+  reader(report.changed);
+  report.changed_metas.resize(report.changed.size());
+  for (auto& meta : report.changed_metas) {
+    meta.fields(reader);
+  }
+  return report;
+}
+
+CallOutcome Engine::call(std::int32_t module, const std::string& tree, const std::vector<at::Tensor>& tensors, const std::string& training) {
+  static_cast<void>(here());  // throws outside a frame
+  const auto& info = options_.modules[static_cast<std::size_t>(module)];
+  const int home = info.home == kFollowsData ? common_home(tensors) : info.home;
+  const auto modes = Modes::current();
+
+  Call call;
+  call.module = module;
+  call.call = new_ids();
+  call.tree = tree;
+  call.modes = modes;
+  call.training = training;
+  Writer key;
+  key(module, home, tree, training);
+  call.modes.fields(key);
+  std::vector<at::Tensor> inputs;
+  std::vector<TensorMeta> metas;
+  for (const auto& x : tensors) {
+    inputs.push_back(to_home(x, home));
+    metas.push_back(TensorMeta::of(inputs.back()));
+    metas.back().requires_grad &= modes.grad;
+    metas.back().fields(key);
+    call.inputs.push_back(handle_of(inputs.back())->id());
+    call.wants.push_back(metas.back().requires_grad ? 1 : 0);
+  }
+  if (info.ordered) {
+    call.ticket = tickets_[module]++;
+  }
+
+  // What will come out: remembered, or asked for.
+  std::optional<CallReport> report;
+  {
+    const std::lock_guard lock(mutex_);
+    if (const auto known = reports_.find(key.bytes()); known != reports_.end()) {
+      report = known->second;
+    }
+  }
+  if (report) {
+    call.results = new_ids(static_cast<std::int64_t>(report->outputs.size()) + 1);
+    call.expected = std::hash<std::string>{}(report->encode());
+    for (auto i : report->changed) {
+      call.mutated.push_back(call.inputs[static_cast<std::size_t>(i)]);
+    }
+  } else {
+    call.results = new_ids(kUnknownResults);
+    call.report = true;
+  }
+  const auto id = call.call;
+  const auto first = call.results;
+  auto wants = call.wants;
+  auto handle = modes.grad ? new_handle(home, id) : Handle();
+  issue(home, std::move(call));
+  if (!report) {
+    const auto bytes = wait_reply(id);
+    Reader reader(bytes);
+    report = CallReport::decode(reader);
+    reader(report->reach);
+    const std::lock_guard lock(mutex_);
+    reports_.emplace(key.bytes(), *report);
+  }
+
+  const bool differentiable = modes.grad && std::any_of(report->outputs.begin(), report->outputs.end(), [](const TensorMeta& m) { return m.requires_grad; });
+  const bool changes_graph =
+      modes.grad && std::any_of(report->changed_metas.begin(), report->changed_metas.end(), [](const TensorMeta& m) { return m.requires_grad; });
+  c10::intrusive_ptr<torch::autograd::Node> node;
+  if (differentiable || changes_graph) {
+    node = c10::make_intrusive<CallNode>(std::move(handle), std::move(wants), metas, report->reach);
+    node->set_next_edges(torch::autograd::collect_next_edges(inputs));
+  }
+  CallOutcome outcome;
+  outcome.tree = report->tree;
+  for (std::size_t k = 0; k < report->outputs.size(); ++k) {
+    outcome.outputs.push_back(new_remote(home, nth(first, k), report->outputs[k]));
+    if (node && report->outputs[k].requires_grad) {
+      torch::autograd::set_history(outcome.outputs.back(), node);
+    } else if (node) {
+      node->add_input_metadata(torch::autograd::Node::undefined_input());
+    }
+  }
+  for (std::size_t k = 0; k < report->changed.size(); ++k) {
+    const auto i = static_cast<std::size_t>(report->changed[k]);
+    inputs[i].unsafeGetTensorImpl()->bump_version();
+    if (node && report->changed_metas[k].requires_grad) {
+      torch::autograd::impl::rebase_history(inputs[i], {node, node->add_input_metadata(inputs[i])});
+    } else if (node) {
+      node->add_input_metadata(torch::autograd::Node::undefined_input());
+    }
+    if (!inputs[i].is_same(tensors[i])) {
+      tensors[i].copy_(inputs[i]);  // the call changed a copy: the original follows
+    }
+  }
+  return outcome;
+}
+
+}  // namespace smp::pipeline

@@ -1,0 +1,149 @@
+#include "smp/pipeline/lanes.h"
+
+#include <algorithm>
+
+namespace smp::pipeline {
+namespace {
+
+Urgency urgency_of(const Instruction& instruction) {
+  const auto& body = instruction.body;
+  if (std::holds_alternative<Call>(body)) {
+    return Urgency::kForward;
+  }
+  if (std::holds_alternative<Op>(body) || std::holds_alternative<Lift>(body)) {
+    return Urgency::kOperator;
+  }
+  if (std::holds_alternative<Backward>(body) || std::holds_alternative<Accumulate>(body)) {
+    return Urgency::kBackward;
+  }
+  return Urgency::kTransfer;
+}
+
+}  // namespace
+
+void Lanes::push(Instruction instruction) {
+  auto needs = instruction.needs();
+  auto& lane = lanes_[instruction.frame];
+  lane.items.push_back({std::move(instruction), std::move(needs), arrivals_++});
+}
+
+bool Lanes::can_run(const Lane& lane, const ValueTable& values) const {
+  const auto& [instruction, needs, arrival] = lane.items.front();
+  if (!std::all_of(needs.begin(), needs.end(), [&](ValueId id) { return values.ready(id); })) {
+    return false;
+  }
+  if (std::holds_alternative<End>(instruction.body)) {
+    return lane.open_nested == 0;
+  }
+  if (const auto* call = std::get_if<Call>(&instruction.body)) {
+    if (instruction.microbatch >= admission_limit(policy_, lowest_unfinished_, partition_, partitions_)) {
+      return false;
+    }
+    if (call->ticket >= 0) {
+      const auto next = next_ticket_.find({call->module, instruction.issuer});
+      if (call->ticket != (next == next_ticket_.end() ? 0 : next->second)) {
+        return false;
+      }
+    }
+  }
+  if (const auto* mutated = instruction.mutated(); mutated != nullptr && !mutated->empty()) {
+    // In place on a value that another open frame may still read: it waits for that frame.
+    auto own = instruction.ancestors;
+    own.push_back(instruction.frame);
+    return std::none_of(mutated->begin(), mutated->end(), [&](ValueId id) { return values.lent_beyond(id, own); });
+  }
+  return true;
+}
+
+std::optional<Instruction> Lanes::take(const ValueTable& values, std::uint32_t entered_step) {
+  std::vector<Candidate> candidates;
+  std::vector<Lane*> lanes;
+  for (auto& [frame, lane] : lanes_) {
+    if (lane.busy || lane.items.empty() || lane.items.front().instruction.step > entered_step || !can_run(lane, values)) {
+      continue;
+    }
+    const auto& head = lane.items.front();
+    candidates.push_back({urgency_of(head.instruction), head.instruction.microbatch, head.arrival});
+    lanes.push_back(&lane);
+  }
+  if (candidates.empty()) {
+    return std::nullopt;
+  }
+  auto& lane = *lanes[choose(policy_, candidates)];
+  lane.busy = true;
+  auto instruction = std::move(lane.items.front().instruction);
+  lane.items.pop_front();
+  return instruction;
+}
+
+void Lanes::finish(const Instruction& instruction) {
+  const auto it = lanes_.find(instruction.frame);
+  if (it == lanes_.end()) {
+    return;  // cleared meanwhile
+  }
+  it->second.busy = false;
+  if (const auto* call = std::get_if<Call>(&instruction.body); call != nullptr && call->ticket >= 0) {
+    next_ticket_[{call->module, instruction.issuer}] = call->ticket + 1;
+  }
+  if (std::holds_alternative<End>(instruction.body)) {
+    lanes_.erase(it);
+    if (instruction.outermost) {
+      finished_.insert(instruction.microbatch);
+      while (finished_.erase(lowest_unfinished_) > 0) {
+        ++lowest_unfinished_;
+      }
+    }
+  } else if (std::holds_alternative<Close>(instruction.body) && it->second.items.empty()) {
+    lanes_.erase(it);
+  }
+}
+
+void Lanes::close_nested(FrameId parent) {
+  const auto it = lanes_.find(parent);
+  if (it != lanes_.end()) {
+    --it->second.open_nested;
+  }
+}
+
+void Lanes::start_step() {
+  lowest_unfinished_ = 0;
+  finished_.clear();
+  next_ticket_.clear();
+}
+
+std::vector<Instruction> Lanes::clear() {
+  std::vector<Instruction> dropped;
+  for (auto& [frame, lane] : lanes_) {
+    for (auto& item : lane.items) {
+      dropped.push_back(std::move(item.instruction));
+    }
+  }
+  lanes_.clear();
+  start_step();
+  return dropped;
+}
+
+std::size_t Lanes::size() const {
+  std::size_t count = 0;
+  for (const auto& [frame, lane] : lanes_) {
+    count += lane.items.size() + (lane.busy ? 1 : 0);
+  }
+  return count;
+}
+
+std::vector<std::string> Lanes::describe(const ValueTable& values) const {
+  std::vector<std::string> lines;
+  for (const auto& [frame, lane] : lanes_) {
+    if (lane.items.empty()) {
+      continue;
+    }
+    const auto& head = lane.items.front();
+    const auto missing = std::count_if(head.needs.begin(), head.needs.end(), [&](ValueId id) { return !values.ready(id); });
+    lines.push_back(fmt::format("frame {} of rank {}, microbatch {}: {} instructions, the first is {}{}, {} of its {} values missing, {} open frames below",
+                                frame, head.instruction.issuer, head.instruction.microbatch, lane.items.size(), head.instruction.name(),
+                                lane.busy ? " (one before it runs)" : "", missing, head.needs.size(), lane.open_nested));
+  }
+  return lines;
+}
+
+}  // namespace smp::pipeline

@@ -1,0 +1,176 @@
+// What the engines of different ranks say to each other.
+#include "message_kind.h"
+#include "smp/error.h"
+#include "smp/pipeline/engine.h"
+
+namespace smp::pipeline {
+
+void Engine::send(int home, const Writer& header, at::Tensor payload) {
+  Writer framed;
+  framed(options_.generation);
+  transport_->send(options_.peers[static_cast<std::size_t>(home)], {kEngineChannel, framed.take() + header.bytes(), std::move(payload)});
+}
+
+void Engine::send_to_others(const Writer& header) {
+  for (int home = 0; home < partitions(); ++home) {
+    if (home != partition_) {
+      send(home, header);
+    }
+  }
+}
+
+void Engine::send_value(int home, ValueId id, const at::Tensor& x) {
+  auto meta = travelled(TensorMeta::of(x));
+  meta.requires_grad = false;
+  auto bytes = pack(x);
+  if (home == partition_) {
+    store(id, unpack(bytes, meta));
+    return;
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    counts_.moved_bytes += bytes.numel();
+    ++counts_.moved_values;
+  }
+  Writer header;
+  header(MessageKind::kValue, entered_step_, id);
+  meta.fields(header);
+  send(home, header, std::move(bytes));
+}
+
+void Engine::receive(int source, Message message) {
+  Reader reader(message.header);
+  if (reader.get<std::uint32_t>() != options_.generation) {
+    return;
+  }
+  const auto kind = reader.get<MessageKind>();
+  Leftovers leftovers;
+  switch (kind) {
+    case MessageKind::kInstruction: {
+      auto instruction = Instruction::decode(reader);
+      const auto needs = instruction.needs();
+      const std::lock_guard lock(mutex_);
+      if (instruction.step > failed_step_) {
+        for (auto id : needs) {
+          values_.pin(id);
+        }
+        lanes_.push(std::move(instruction));
+        changed_.notify_all();
+      }
+      return;
+    }
+    case MessageKind::kValue: {
+      const auto step = reader.get<std::uint32_t>();
+      const auto id = reader.get<ValueId>();
+      TensorMeta meta;
+      meta.fields(reader);
+      auto data = unpack(message.payload, meta);
+      const std::lock_guard lock(mutex_);
+      if (step > failed_step_) {
+        values_.store(id, std::move(data), leftovers.values);
+        changed_.notify_all();
+      }
+      return;
+    }
+    case MessageKind::kRelease: {
+      const auto step = reader.get<std::uint32_t>();
+      const auto ids = reader.get<std::vector<ValueId>>();
+      {
+        const std::lock_guard lock(mutex_);
+        if (step > failed_step_) {
+          for (auto id : ids) {
+            values_.release(id, leftovers.values);
+          }
+          changed_.notify_all();
+        }
+      }
+      leftovers = {};
+      flush_releases();  // what went may have held values elsewhere
+      return;
+    }
+    case MessageKind::kReply: {
+      const auto step = reader.get<std::uint32_t>();
+      const auto id = reader.get<ValueId>();
+      auto bytes = reader.get<std::string>();
+      const std::lock_guard lock(mutex_);
+      if (step > failed_step_) {
+        replies_[id] = std::move(bytes);
+        changed_.notify_all();
+      }
+      return;
+    }
+    case MessageKind::kDone:
+      frame_done(reader.get<FrameId>());
+      return;
+    case MessageKind::kStepBegin:
+    case MessageKind::kStepEnd: {
+      const auto step = reader.get<std::uint32_t>();
+      const std::lock_guard lock(mutex_);
+      (kind == MessageKind::kStepBegin ? begun_steps_ : ended_steps_)[step] = reader.get<std::string>();
+      changed_.notify_all();
+      return;
+    }
+    case MessageKind::kAbort: {
+      Failure failure;
+      failure.fields(reader);
+      const std::lock_guard lock(mutex_);
+      if (failure.step > failed_step_) {
+        fail_locked(std::move(failure), leftovers);
+      }
+      return;
+    }
+    case MessageKind::kLeave:
+      peer_left(source, reader.get<std::uint32_t>(), fmt::format("rank {} has left", source));
+      return;
+  }
+}
+
+void Engine::peer_left(int rank, std::uint32_t completed_steps, const std::string& reason) {
+  Leftovers leftovers;
+  const std::lock_guard lock(mutex_);
+  Failure failure;
+  failure.step = entered_step_;
+  failure.rank = rank;
+  failure.message =
+      fmt::format("{} after {} steps, while rank {} is in step {}: every rank must run the same steps", reason, completed_steps, transport_->rank(), entered_step_);
+  if (!left_ || completed_steps < left_->first) {
+    left_ = {completed_steps, failure};
+  }
+  if (in_step_ && completed_steps < entered_step_ && failure.step > failed_step_) {
+    fail_locked(std::move(failure), leftovers);
+  }
+}
+
+void Engine::flush_releases() {
+  while (true) {
+    std::map<int, std::vector<ValueId>> elsewhere;
+    ValueTable::Trash trash;
+    std::uint32_t step = 0;
+    {
+      const std::lock_guard lock(mutex_);
+      if (releases_->empty()) {
+        return;
+      }
+      step = entered_step_;
+      for (const auto& [home, id, borrowed] : releases_->take()) {
+        if (borrowed) {
+          values_.unpin(id, trash);
+        } else if (home == partition_) {
+          values_.release(id, trash);
+        } else {
+          elsewhere[home].push_back(id);
+        }
+      }
+      if (!trash.empty()) {
+        changed_.notify_all();
+      }
+    }
+    for (const auto& [home, ids] : elsewhere) {
+      Writer header;
+      header(MessageKind::kRelease, step, ids);
+      send(home, header);
+    }
+  }
+}
+
+}  // namespace smp::pipeline

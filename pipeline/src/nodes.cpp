@@ -1,0 +1,140 @@
+#include "smp/pipeline/nodes.h"
+
+#include <ATen/ops/zeros.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <unordered_set>
+
+#include "smp/error.h"
+
+namespace smp::pipeline {
+namespace {
+
+using torch::autograd::Edge;
+using torch::autograd::Node;
+using torch::autograd::variable_list;
+
+Engine& issuing_engine() {
+  auto* frame = current_frame();
+  if (frame == nullptr) {
+    throw_usage("backward of a tensor that lives on another partition was called outside a step: call model.backward(loss) in the @smp.step function");
+  }
+  if (c10::GradMode::is_enabled()) {
+    throw_usage("create_graph=True is not possible across partitions: gradients of gradients stay within one module");
+  }
+  return *frame->engine;
+}
+
+bool keep_graph() { return torch::autograd::get_current_graph_task_keep_graph(); }
+
+/// Calls `visit` once for each node that `root` reaches, with the node; it returns whether to go on below that node.
+template <typename Visit>
+void walk(const Edge& root, Visit visit) {
+  std::unordered_set<Node*> seen;
+  std::vector<Node*> open;
+  const auto enter = [&](const Edge& edge) {
+    if (edge.is_valid() && visit(edge) && seen.insert(edge.function.get()).second) {
+      open.push_back(edge.function.get());
+    }
+  };
+  enter(root);
+  while (!open.empty()) {
+    auto* node = open.back();
+    open.pop_back();
+    for (const auto& edge : node->next_edges()) {
+      enter(edge);
+    }
+  }
+}
+
+}  // namespace
+
+variable_list CallNode::apply(variable_list&& gradients) {
+  auto& engine = issuing_engine();
+  if (released_) {
+    throw_usage("backward runs a second time through a call on another partition: pass retain_graph=True the first time");
+  }
+  const int home = call_->home();
+  Backward backward;
+  backward.call = call_->id();
+  backward.keep_graph = keep_graph();
+  backward.gradients.assign(gradients.size(), 0);
+  backward.results.assign(inputs_.size(), 0);
+  variable_list moved(gradients.size());  // alive until BACKWARD is issued
+  variable_list results(inputs_.size());
+  for (std::size_t j = 0; j < gradients.size(); ++j) {
+    if (!gradients[j].defined()) {
+      continue;
+    }
+    moved[j] = engine.to_home(gradients[j], home, /*remember=*/false);
+    backward.gradients[j] = handle_of(moved[j])->id();
+    for (std::size_t i = 0; i < inputs_.size(); ++i) {
+      if (wants_[i] != 0 && reach_[j * inputs_.size() + i] != 0 && backward.results[i] == 0) {
+        backward.results[i] = engine.new_ids();
+      }
+    }
+  }
+  for (std::size_t i = 0; i < inputs_.size(); ++i) {
+    if (backward.results[i] != 0) {
+      results[i] = engine.new_remote(home, backward.results[i], inputs_[i]);
+    }
+  }
+  engine.issue(home, std::move(backward));
+  return results;
+}
+
+variable_list MoveNode::apply(variable_list&& gradients) {
+  if (!gradients[0].defined()) {
+    return {at::Tensor()};
+  }
+  return {issuing_engine().to_home(gradients[0], origin_, /*remember=*/false)};
+}
+
+variable_list LiftNode::apply(variable_list&& gradients) {
+  if (gradients[0].defined()) {
+    auto& engine = issuing_engine();
+    const auto gradient = engine.to_home(gradients[0], record_->home(), /*remember=*/false);
+    engine.issue(record_->home(), Accumulate{record_->id(), handle_of(gradient)->id(), keep_graph()});
+  }
+  return {};
+}
+
+variable_list CaptureNode::apply(variable_list&& gradients) {
+  captured_->gradients = std::move(gradients);
+  return {};
+}
+
+std::vector<std::uint8_t> reachable(const std::vector<Edge>& roots, const Node* capture, std::size_t inputs) {
+  std::vector<std::uint8_t> reach(roots.size() * inputs, 0);
+  if (capture == nullptr) {
+    return reach;
+  }
+  for (std::size_t j = 0; j < roots.size(); ++j) {
+    walk(roots[j], [&](const Edge& edge) {
+      if (edge.function.get() == capture) {
+        reach[j * inputs + edge.input_nr] = 1;
+        return false;
+      }
+      return true;
+    });
+  }
+  return reach;
+}
+
+std::vector<at::Tensor> leaves_below(const Edge& root) {
+  std::vector<at::Tensor> leaves;
+  std::unordered_set<Node*> seen;
+  walk(root, [&](const Edge& edge) {
+    if (auto* accumulate = dynamic_cast<torch::autograd::AccumulateGrad*>(edge.function.get())) {
+      if (seen.insert(accumulate).second) {
+        leaves.push_back(accumulate->variable);
+      }
+      return false;
+    }
+    return true;
+  });
+  return leaves;
+}
+
+}  // namespace smp::pipeline

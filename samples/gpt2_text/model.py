@@ -1,0 +1,39 @@
+"""The network: Hugging Face's GPT-2 as it is, with random weights and about 10 million parameters."""
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+
+def build_model(vocabulary_size, length, dropout, seed):
+    """A `GPT2LMHeadModel` for windows of up to `length` tokens; the same seed gives the same weights on every rank."""
+    config = GPT2Config(
+        vocab_size=vocabulary_size,
+        n_positions=length,
+        n_embd=256,
+        n_layer=12,
+        n_head=4,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
+        # The defaults are ids of OpenAI's own vocabulary, which is larger than this one.
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    torch.manual_seed(seed)
+    model = GPT2LMHeadModel(config)
+    model.loss_type = "ForCausalLM"  # What it takes anyway, but with a warning.
+    return model
+
+
+def parameter_count(model):
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def continue_text(model, tokenizer, start, token_count, seed):
+    """`start` and `token_count` sampled tokens after it, as text."""
+    ids = torch.tensor([tokenizer.encode(start).ids])
+    torch.manual_seed(seed)
+    model.eval()
+    mask = torch.ones_like(ids)
+    ids = model.generate(ids, attention_mask=mask, max_new_tokens=token_count, do_sample=True, top_k=20, pad_token_id=0)
+    return tokenizer.decode(ids[0].tolist())

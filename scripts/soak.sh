@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# What is too slow for every change: sanitizers on the C++ tests, and repetitions of the tests whose order varies.
+set -euo pipefail
+source "$(dirname "$0")/env.sh"
+
+say "AddressSanitizer: core and pipeline"
+cmake --preset asan
+cmake --build --preset asan
+ctest --preset asan -R '^smp_(core|pipeline)_test$'
+
+say "ThreadSanitizer: core, and the pipeline suites named for it"
+cmake --preset tsan
+cmake --build --preset tsan
+export TSAN_OPTIONS="halt_on_error=1 ${TSAN_OPTIONS:-}"
+ctest --preset tsan -R '^smp_core_test$'
+GTEST_FILTER='*Tsan*' ctest --preset tsan -R '^smp_pipeline_test$'
+
+say "Repetitions of the Python tests marked soak"
+"$SMP_PYTHON" -m pytest tests/python --soak

@@ -1,0 +1,331 @@
+#include <smp/communicator.h>
+
+#include <smp/error.h>
+
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <cstring>
+#include <type_traits>
+
+#include "bytes.h"
+
+// Frames. The header is: kind, operation, sequence, member count, members. The bytes are the payload.
+//
+//   send / broadcast           allgather / barrier (0 is the leader: the smallest member)
+//
+//   sender      receiver       rank 1        rank 0         rank 2
+//     |  kObject   |             | kContribution |              |
+//     |----------->|             |-------------->|kContribution |
+//     |            | recv()      |               |<-------------|
+//     |    kAck    |             |    kResult    |   kResult    |
+//     |<-----------|             |<--------------|------------->|
+
+namespace smp {
+namespace {
+
+template <typename T>
+void put(std::string& bytes, T value) {
+  static_assert(std::is_trivially_copyable_v<T>);
+  bytes.append(reinterpret_cast<const char*>(&value), sizeof(value));
+}
+
+template <typename T>
+T take(std::string_view& bytes) {
+  static_assert(std::is_trivially_copyable_v<T>);
+  T value;
+  if (bytes.size() < sizeof(value)) {
+    throw_failure("a frame between communicators ends {} bytes early", sizeof(value) - bytes.size());
+  }
+  std::memcpy(&value, bytes.data(), sizeof(value));
+  bytes.remove_prefix(sizeof(value));
+  return value;
+}
+
+std::string take_string(std::string_view& bytes) {
+  const auto size_bytes = take<std::uint64_t>(bytes);
+  if (bytes.size() < size_bytes) {
+    throw_failure("a frame between communicators ends {} bytes early", size_bytes - bytes.size());
+  }
+  std::string value(bytes.substr(0, size_bytes));
+  bytes.remove_prefix(size_bytes);
+  return value;
+}
+
+at::Tensor to_payload(std::string_view bytes) {
+  if (bytes.empty()) {
+    return {};
+  }
+  at::Tensor payload = new_bytes(bytes.size());
+  std::memcpy(payload.data_ptr(), bytes.data(), bytes.size());
+  return payload;
+}
+
+std::string from_payload(const at::Tensor& payload) {
+  if (!payload.defined()) {
+    return {};
+  }
+  return {static_cast<const char*>(payload.const_data_ptr()), static_cast<std::size_t>(payload.numel())};
+}
+
+}  // namespace
+
+Communicator::Communicator(std::shared_ptr<Transport> transport) : transport_(std::move(transport)) {
+  transport_->set_receiver(
+      kObjectChannel, [this](int source, Message message) { receive(source, std::move(message)); },
+      [this](const std::string& reason) { fail(reason); });
+}
+
+Communicator::~Communicator() {
+  // In a forked process the transport's locks may be held for ever.
+  if (transport_->in_owner_process()) {
+    transport_->set_receiver(kObjectChannel, {});
+  }
+}
+
+void Communicator::fail(const std::string& reason) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (failed_) {
+      return;
+    }
+    failed_ = true;
+    failure_ = reason;
+  }
+  changed_.notify_all();
+}
+
+void Communicator::send(int destination, std::string_view bytes, const Poll& poll) {
+  check_peer(destination, "send to");
+  send_objects({destination}, bytes, poll);
+}
+
+void Communicator::broadcast(std::string_view bytes, const std::vector<int>& members, const Poll& poll) {
+  std::vector<int> destinations = check_members(members);
+  std::erase(destinations, transport_->rank());
+  send_objects(destinations, bytes, poll);
+}
+
+void Communicator::send_objects(const std::vector<int>& destinations, std::string_view bytes, const Poll& poll) {
+  std::unique_lock lock(mutex_);
+  const std::uint64_t sequence = next_sequence_++;
+  for (const int destination : destinations) {
+    unacknowledged_.emplace(destination, sequence);
+  }
+  const auto forget = [&] {
+    for (const int destination : destinations) {
+      unacknowledged_.erase({destination, sequence});
+    }
+  };
+  lock.unlock();
+  try {
+    const at::Tensor payload = to_payload(bytes);
+    for (const int destination : destinations) {
+      send_frame(destination, Kind::kObject, Operation::kAllgather, {{}, sequence}, payload);
+    }
+    lock.lock();
+    wait(lock, poll, [&] {
+      return std::none_of(destinations.begin(), destinations.end(), [&](int destination) {
+        return unacknowledged_.count({destination, sequence}) > 0;
+      });
+    });
+  } catch (...) {
+    if (!lock.owns_lock()) {
+      lock.lock();
+    }
+    forget();
+    throw;
+  }
+}
+
+std::string Communicator::recv(int source, const Poll& poll) {
+  check_peer(source, "receive from");
+  std::unique_lock lock(mutex_);
+  std::deque<Object>& objects = inbox_[source];
+  wait(lock, poll, [&] { return !objects.empty(); });
+  Object object = std::move(objects.front());
+  objects.pop_front();
+  lock.unlock();
+  send_frame(source, Kind::kAck, Operation::kAllgather, {{}, object.sequence}, {});
+  return std::move(object.bytes);
+}
+
+std::vector<std::string> Communicator::allgather(std::string_view bytes, const std::vector<int>& members,
+                                                 const Poll& poll) {
+  return gather(Operation::kAllgather, bytes, members, poll);
+}
+
+void Communicator::barrier(const std::vector<int>& members, const Poll& poll) {
+  gather(Operation::kBarrier, {}, members, poll);
+}
+
+std::vector<std::string> Communicator::gather(Operation operation, std::string_view bytes,
+                                              const std::vector<int>& members, const Poll& poll) {
+  const std::vector<int> group = check_members(members);
+  std::unique_lock lock(mutex_);
+  wait(lock, {}, [] { return true; });  // a failed communicator starts nothing
+  const GroupStep step{group, next_group_step_[group]++};
+  lock.unlock();
+
+  Result result;
+  if (group.front() == transport_->rank()) {
+    result = lead(operation, step, bytes, poll);
+  } else {
+    send_frame(group.front(), Kind::kContribution, operation, step, to_payload(bytes));
+    lock.lock();
+    wait(lock, poll, [&] { return results_.count(step) > 0; });
+    result = std::move(results_.extract(step).mapped());
+    lock.unlock();
+  }
+  if (result.mismatch) {
+    throw UsageError(result.bytes);
+  }
+  std::map<int, std::string> by_rank;
+  std::string_view rest = result.bytes;
+  for (const int member : group) {
+    by_rank[member] = take_string(rest);
+  }
+  std::vector<std::string> ordered;
+  ordered.reserve(members.size());
+  for (const int member : members) {
+    ordered.push_back(std::move(by_rank[member]));
+  }
+  return ordered;
+}
+
+Communicator::Result Communicator::lead(Operation operation, const GroupStep& step, std::string_view bytes,
+                                        const Poll& poll) {
+  const std::vector<int>& group = step.first;
+  const auto name = [](Operation called) { return called == Operation::kBarrier ? "barrier" : "allgather"; };
+  std::unique_lock lock(mutex_);
+  contributions_[step][transport_->rank()] = {operation, std::string(bytes)};
+  wait(lock, poll, [&] { return contributions_[step].size() == group.size(); });
+  const std::map<int, Contribution> contributions = std::move(contributions_.extract(step).mapped());
+  lock.unlock();
+
+  Result result;
+  for (const auto& [member, contribution] : contributions) {
+    if (contribution.operation != operation) {
+      result.mismatch = true;
+      result.bytes = fmt::format(
+          "operation {} of the group of ranks {}: rank {} called {} but rank {} called {}. All members of a group must "
+          "call the same operations in the same order.",
+          step.second, fmt::join(group, ", "), transport_->rank(), name(operation), member,
+          name(contribution.operation));
+      break;
+    }
+  }
+  if (!result.mismatch) {
+    for (const auto& [member, contribution] : contributions) {
+      put<std::uint64_t>(result.bytes, contribution.bytes.size());
+      result.bytes += contribution.bytes;
+    }
+  }
+  const at::Tensor payload = to_payload(result.bytes);
+  for (const int member : group) {
+    if (member != transport_->rank()) {
+      send_frame(member, result.mismatch ? Kind::kMismatch : Kind::kResult, operation, step, payload);
+    }
+  }
+  return result;
+}
+
+void Communicator::send_frame(int destination, Kind kind, Operation operation, const GroupStep& step,
+                              at::Tensor payload) {
+  Message message;
+  message.channel = kObjectChannel;
+  put(message.header, kind);
+  put(message.header, operation);
+  put(message.header, step.second);
+  put<std::uint64_t>(message.header, step.first.size());
+  for (const int member : step.first) {
+    put(message.header, member);
+  }
+  message.payload = std::move(payload);
+  transport_->send(destination, std::move(message));
+}
+
+void Communicator::receive(int source, Message message) {
+  std::string_view header = message.header;
+  const auto kind = take<Kind>(header);
+  const auto operation = take<Operation>(header);
+  GroupStep step;
+  step.second = take<std::uint64_t>(header);
+  const auto num_members = take<std::uint64_t>(header);
+  for (std::uint64_t i = 0; i < num_members; ++i) {
+    step.first.push_back(take<int>(header));
+  }
+  std::string bytes = from_payload(message.payload);
+  {
+    const std::lock_guard lock(mutex_);
+    switch (kind) {
+      case Kind::kObject:
+        inbox_[source].push_back({step.second, std::move(bytes)});
+        break;
+      case Kind::kAck:
+        unacknowledged_.erase({source, step.second});
+        break;
+      case Kind::kContribution:
+        contributions_[step][source] = {operation, std::move(bytes)};
+        break;
+      case Kind::kResult:
+      case Kind::kMismatch:
+        results_[step] = {kind == Kind::kMismatch, std::move(bytes)};
+        break;
+      default:
+        throw_failure("a frame of kind {} between communicators", static_cast<int>(kind));
+    }
+  }
+  changed_.notify_all();
+}
+
+void Communicator::wait(std::unique_lock<std::mutex>& lock, const Poll& poll, const std::function<bool()>& ready) {
+  auto next_poll = std::chrono::steady_clock::now() + kPollInterval;
+  while (true) {
+    if (failed_) {
+      throw FailureError(failure_);
+    }
+    if (ready()) {
+      return;
+    }
+    if (changed_.wait_until(lock, next_poll) == std::cv_status::timeout) {
+      next_poll = std::chrono::steady_clock::now() + kPollInterval;
+      if (poll) {
+        lock.unlock();
+        poll();
+        lock.lock();
+      }
+    }
+  }
+}
+
+void Communicator::check_peer(int peer, const char* what) const {
+  if (peer < 0 || peer >= transport_->size()) {
+    throw_usage("rank {} cannot {} rank {}: the ranks of this job are 0 to {}", transport_->rank(), what, peer,
+                transport_->size() - 1);
+  }
+  if (peer == transport_->rank()) {
+    throw_usage("rank {0} cannot {1} itself (rank {0}): name another rank", transport_->rank(), what);
+  }
+}
+
+std::vector<int> Communicator::check_members(const std::vector<int>& members) const {
+  std::vector<int> group = members;
+  std::sort(group.begin(), group.end());
+  for (std::size_t i = 0; i < group.size(); ++i) {
+    if (group[i] < 0 || group[i] >= transport_->size()) {
+      throw_usage("a group of ranks {}: {} is not a rank of this job, which are 0 to {}", fmt::join(members, ", "),
+                  group[i], transport_->size() - 1);
+    }
+    if (i > 0 && group[i] == group[i - 1]) {
+      throw_usage("a group of ranks {}: rank {} may be named only once", fmt::join(members, ", "), group[i]);
+    }
+  }
+  if (!std::binary_search(group.begin(), group.end(), transport_->rank())) {
+    throw_usage("rank {} runs an operation of the group of ranks {}: it must be one of them", transport_->rank(),
+                fmt::join(members, ", "));
+  }
+  return group;
+}
+
+}  // namespace smp

@@ -1,0 +1,34 @@
+"""The contract: losses, gradients and weights over partitions are plain PyTorch's, bit for bit."""
+
+import exactness
+import models
+import pytest
+
+MICROBATCHES = 4
+
+
+def check(outcomes, case, partitions):
+    assert len(outcomes) == partitions
+    for rank, outcome in enumerate(outcomes):
+        where = f"rank {rank}"
+        if case.exact_gradients:
+            assert outcome["differences"] == [], where
+        else:  # sums of three or more gradients may be grouped in another way
+            assert [d for d in outcome["differences"] if not isinstance(d[1], float) or d[1] > 1e-5] == [], where
+        assert outcome["nonzero_gradients"] > 0, where
+        facts = outcome["facts"]
+        if partitions > 1:
+            assert facts["executed"].get("CALL", 0) > 0, where
+            assert facts["executed"].get("BACKWARD", 0) > 0, where
+            assert facts["contributions"] > 0, where
+            assert facts["state"] == {"values": 0, "calls": 0, "value_bytes": 0, "queued": 0, "frames": 0}, where
+            assert facts["remote_bytes"] == 0, where
+
+
+@pytest.mark.parametrize("pipeline", ["interleaved", "simple"])
+@pytest.mark.parametrize("partitions", [1, 2, 4])
+@pytest.mark.parametrize("name", sorted(models.BUILDERS))
+def test_training_equals_plain_pytorch(name, partitions, pipeline, clusters, repetitions):
+    case = models.BUILDERS[name]()
+    for _ in range(repetitions):
+        check(clusters(partitions).run(exactness.compare, name, partitions, MICROBATCHES, pipeline), case, partitions)
