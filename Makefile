@@ -1,6 +1,6 @@
 # Every target makes what it needs: a clean clone can start with any of them.
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test lint soak update-test-names clean
+.PHONY: help setup build demo test lint format soak update-test-names clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22
@@ -18,6 +18,9 @@ test: setup  ## all C++ and Python tests
 
 lint: setup  ## clang-format, clang-tidy on changed sources, ruff, mypy
 	@scripts/lint.sh
+
+format: setup  ## rewrite all sources in the project's format
+	@scripts/format.sh
 
 soak: setup  ## sanitizers and repetitions (long)
 	@scripts/soak.sh

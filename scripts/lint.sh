@@ -3,10 +3,8 @@
 set -euo pipefail
 source "$(dirname "$0")/env.sh"
 
-readonly kCppFolders=(smp partition pipeline bindings tests/cpp)
-
 say "clang-format"
-find "${kCppFolders[@]}" \( -name '*.cpp' -o -name '*.h' \) -print0 | xargs -0 clang-format --dry-run -Werror
+cpp_sources -print0 | xargs -0 clang-format --dry-run -Werror
 
 say "ruff"
 ruff check .
@@ -20,8 +18,8 @@ changed_sources() {
   local base
   base="$(git merge-base HEAD origin/main 2>/dev/null || git rev-parse --verify --quiet HEAD)" || return 0
   {
-    git diff --name-only --diff-filter=d "$base" -- "${kCppFolders[@]}"
-    git ls-files --others --exclude-standard -- "${kCppFolders[@]}"
+    git diff --name-only --diff-filter=d "$base" -- "${SMP_CPP_FOLDERS[@]}"
+    git ls-files --others --exclude-standard -- "${SMP_CPP_FOLDERS[@]}"
   } | grep '\.cpp$' | sort -u || true
 }
 

@@ -15,5 +15,5 @@ export TSAN_OPTIONS="halt_on_error=1 ${TSAN_OPTIONS:-}"
 ctest --preset tsan -R '^smp_core_test$'
 GTEST_FILTER='*Tsan*' ctest --preset tsan -R '^smp_pipeline_test$'
 
-say "Repetitions of the Python tests marked soak"
+say "Python tests, with more repetitions where order varies"
 "$SMP_PYTHON" -m pytest tests/python --soak

@@ -108,7 +108,12 @@ void Engine::enter_step() {
   std::optional<Failure> left;
   {
     std::unique_lock lock(mutex_);
-    changed_.wait(lock, [&] { return !failed_ || !computing_; });  // what a failed step still runs
+    // What a failed step still runs, or waits for, ends first: it must not meet the values of the next one.
+    changed_.wait(lock, [&] { return !failed_ || idle_executors_ == static_cast<int>(executors_.size()); });
+  }
+  const std::lock_guard receiving(receive_mutex_);
+  {
+    const std::lock_guard lock(mutex_);
     if (closed_) {
       throw_usage("a step was called on a model that was closed");
     }
@@ -121,10 +126,8 @@ void Engine::enter_step() {
       frozen_ = std::move(frozen);
       reports_.clear();
     }
-    if (failed_step_ < entered_step_) {
-      failure_.reset();
-      failed_ = false;
-    }
+    failure_.reset();
+    failed_ = false;
     if (left_ && left_->first < entered_step_) {
       left = left_->second;
       left->step = entered_step_;
@@ -133,6 +136,9 @@ void Engine::enter_step() {
   }
   if (left) {
     abort(*left);
+  }
+  for (auto& [source, message] : std::exchange(early_, {})) {
+    take(source, std::move(message));
   }
   check_failed();
 }
@@ -344,6 +350,9 @@ void Engine::wait(const std::function<bool()>& ready) {
         }
         --resuming_;
         computing_ = true;
+      }
+      if (stopping_ && !failed_ && !ready()) {
+        throw_failure("rank {} closed its model in the middle of step {}", transport_->rank(), entered_step_);
       }
     }
   }

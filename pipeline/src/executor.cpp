@@ -63,7 +63,10 @@ void Engine::run_executor() {
   while (true) {
     std::optional<Instruction> instruction;
     ++idle_executors_;
-    while (!stopping_ && (computing_ || resuming_ > 0 || !(instruction = lanes_.take(values_, entered_step_)))) {
+    if (failed_) {  // the next step waits until nothing of this one runs
+      changed_.notify_all();
+    }
+    while (!stopping_ && (computing_ || resuming_ > 0 || !(instruction = lanes_.take(values_)))) {
       if (!computing_) {
         transport_->set_busy(false);
       }
@@ -294,7 +297,8 @@ void Engine::run(const Instruction& instruction, const Call& call) {
 
 /// Runs autograd from the edges of a call. `.grad` of the parameters that it may reach is set aside meanwhile, so that this
 /// call's own contribution is what lies there afterwards; that goes to the ordered sums.
-std::vector<at::Tensor> Engine::run_autograd(const Instruction& instruction, CallRecord& record, std::vector<at::Tensor> gradients, bool keep_graph) {
+std::vector<at::Tensor> Engine::run_autograd(const Instruction& instruction, CallRecord& record, std::vector<at::Tensor> gradients, std::int64_t pass,
+                                             bool keep_graph) {
   if (record.freed) {
     throw_usage("backward runs a second time through {}: pass retain_graph=True the first time", where(instruction));
   }
@@ -316,7 +320,7 @@ std::vector<at::Tensor> Engine::run_autograd(const Instruction& instruction, Cal
       auto& current = sums_.parameter(p).mutable_grad();
       auto contribution = std::exchange(current, std::move(grad));
       if (contribution.defined()) {
-        sums_.add(p, record.microbatch, std::move(contribution));
+        sums_.add(p, record.microbatch, pass, std::move(contribution));
       }
     }
   };
@@ -346,6 +350,9 @@ void Engine::run(const Instruction& instruction, const Backward& backward) {
     record = values_.call(backward.call);
   }
   std::shared_ptr<Frame> frame = record->container ? open_frame(instruction) : nullptr;
+  if (frame) {
+    frame->pass = backward.pass;
+  }
   for (auto id : backward.gradients) {
     if (id == 0) {
       gradients.emplace_back();
@@ -362,7 +369,7 @@ void Engine::run(const Instruction& instruction, const Backward& backward) {
   }
   {
     const FrameScope scope(frame.get());
-    auto inputs = run_autograd(instruction, *record, std::move(gradients), backward.keep_graph);
+    auto inputs = run_autograd(instruction, *record, std::move(gradients), backward.pass, backward.keep_graph);
     inputs.resize(backward.results.size());
     for (std::size_t i = 0; i < backward.results.size(); ++i) {
       const auto result = backward.results[i];
@@ -404,7 +411,7 @@ void Engine::run(const Instruction& instruction, const Accumulate& accumulate) {
     const std::lock_guard lock(mutex_);
     record = values_.call(accumulate.record);
   }
-  static_cast<void>(run_autograd(instruction, *record, {value(accumulate.gradient)}, accumulate.keep_graph));
+  static_cast<void>(run_autograd(instruction, *record, {value(accumulate.gradient)}, accumulate.pass, accumulate.keep_graph));
 }
 
 // ---- the others

@@ -4,15 +4,19 @@
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 
+#include <utility>
+
 namespace smp::pipeline {
 
 void GradientSums::open_call(const std::vector<int>& parameters, std::int32_t microbatch) {
+  const std::lock_guard lock(mutex_);
   for (int p : parameters) {
     ++pending_[static_cast<std::size_t>(p)][microbatch].open_calls;
   }
 }
 
 void GradientSums::close_call(const std::vector<int>& parameters, std::int32_t microbatch) {
+  const std::lock_guard lock(mutex_);
   for (int p : parameters) {
     auto& by_microbatch = pending_[static_cast<std::size_t>(p)];
     const auto found = by_microbatch.find(microbatch);
@@ -26,10 +30,15 @@ void GradientSums::close_call(const std::vector<int>& parameters, std::int32_t m
   }
 }
 
-void GradientSums::add(int parameter, std::int32_t microbatch, at::Tensor gradient) {
+void GradientSums::add(int parameter, std::int32_t microbatch, std::int64_t pass, at::Tensor gradient) {
   const c10::AutoGradMode no_grad(false);
-  auto& sum = pending_[static_cast<std::size_t>(parameter)][microbatch].sum;
-  sum = sum.defined() ? at::add(sum, gradient) : std::move(gradient);
+  const std::lock_guard lock(mutex_);
+  auto& sums = pending_[static_cast<std::size_t>(parameter)][microbatch].sums;
+  if (!sums.empty() && sums.back().first == pass) {
+    sums.back().second = at::add(sums.back().second, gradient);
+  } else {
+    sums.emplace_back(pass, std::move(gradient));
+  }
   ++contributions_;
 }
 
@@ -39,20 +48,20 @@ void GradientSums::flush(std::size_t parameter, std::int32_t microbatch) {
   if (found == by_microbatch.end()) {
     return;
   }
-  auto sum = std::move(found->second.sum);
+  auto sums = std::exchange(found->second.sums, {});
   if (found->second.open_calls <= 0) {
     by_microbatch.erase(found);
-  }
-  if (!sum.defined()) {
-    return;
   }
   const c10::AutoGradMode no_grad(false);
   auto& variable = parameters_[parameter];
   auto& grad = variable.mutable_grad();
-  torch::autograd::AccumulateGrad::accumulateGrad(variable, grad, sum, 1, [&grad](at::Tensor&& updated) { grad = std::move(updated); });
+  for (const auto& [pass, sum] : sums) {
+    torch::autograd::AccumulateGrad::accumulateGrad(variable, grad, sum, 1, [&grad](at::Tensor&& updated) { grad = std::move(updated); });
+  }
 }
 
 void GradientSums::close(std::int32_t microbatch) {
+  const std::lock_guard lock(mutex_);
   closed_.insert(microbatch);
   while (closed_.erase(lowest_open_) > 0) {
     for (std::size_t p = 0; p < parameters_.size(); ++p) {
@@ -69,6 +78,7 @@ void GradientSums::close(std::int32_t microbatch) {
 }
 
 void GradientSums::finish_step() {
+  const std::lock_guard lock(mutex_);
   for (std::size_t p = 0; p < parameters_.size(); ++p) {
     while (!pending_[p].empty()) {
       const auto microbatch = pending_[p].begin()->first;
@@ -76,10 +86,15 @@ void GradientSums::finish_step() {
       flush(p, microbatch);
     }
   }
-  drop();
+  forget();
 }
 
 void GradientSums::drop() {
+  const std::lock_guard lock(mutex_);
+  forget();
+}
+
+void GradientSums::forget() {
   for (auto& by_microbatch : pending_) {
     by_microbatch.clear();
   }
@@ -87,11 +102,19 @@ void GradientSums::drop() {
   lowest_open_ = 0;
 }
 
+std::size_t GradientSums::contributions() const {
+  const std::lock_guard lock(mutex_);
+  return contributions_;
+}
+
 std::int64_t GradientSums::pending_bytes() const {
+  const std::lock_guard lock(mutex_);
   std::int64_t bytes = 0;
   for (const auto& by_microbatch : pending_) {
     for (const auto& [microbatch, pending] : by_microbatch) {
-      bytes += pending.sum.defined() ? static_cast<std::int64_t>(pending.sum.nbytes()) : 0;
+      for (const auto& [pass, sum] : pending.sums) {
+        bytes += static_cast<std::int64_t>(sum.nbytes());
+      }
     }
   }
   return bytes;

@@ -159,6 +159,10 @@ at::Tensor Engine::lift(const at::Tensor& x, int home) {
     }
     return owner == home ? out : move(out, home);
   }
+  if (tracked(x) && home != partition_) {
+    // Like a parameter: its graph here is run once, with the sum of what comes back from all partitions.
+    return move(to_home(x, partition_), home);
+  }
   send_value(home, value, x.detach());
   auto out = new_remote(home, value, travelled(TensorMeta::of(x)));
   if (tracked(x)) {
@@ -171,6 +175,7 @@ at::Tensor Engine::lift(const at::Tensor& x, int home) {
       }
     }
     const auto id = new_ids();
+    sums_.open_call(record->parameters, record->microbatch);
     store(id, std::move(record));
     torch::autograd::set_history(out, c10::make_intrusive<LiftNode>(new_handle(partition_, id)));
   }
@@ -266,6 +271,7 @@ CallOutcome Engine::call(std::int32_t module, const std::string& tree, const std
     call.wants.push_back(metas.back().requires_grad ? 1 : 0);
   }
   if (info.ordered) {
+    const std::lock_guard lock(mutex_);
     call.ticket = tickets_[module]++;
   }
 

@@ -55,11 +55,11 @@ bool Lanes::can_run(const Lane& lane, const ValueTable& values) const {
   return true;
 }
 
-std::optional<Instruction> Lanes::take(const ValueTable& values, std::uint32_t entered_step) {
+std::optional<Instruction> Lanes::take(const ValueTable& values) {
   std::vector<Candidate> candidates;
   std::vector<Lane*> lanes;
   for (auto& [frame, lane] : lanes_) {
-    if (lane.busy || lane.items.empty() || lane.items.front().instruction.step > entered_step || !can_run(lane, values)) {
+    if (lane.busy || lane.items.empty() || !can_run(lane, values)) {
       continue;
     }
     const auto& head = lane.items.front();

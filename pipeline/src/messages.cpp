@@ -39,6 +39,22 @@ void Engine::send_value(int home, ValueId id, const at::Tensor& x) {
 }
 
 void Engine::receive(int source, Message message) {
+  const std::lock_guard receiving(receive_mutex_);
+  take(source, std::move(message));
+}
+
+/// A rank that is ahead may send what belongs to the next step before this rank has left (or failed) its own. Such messages
+/// wait, so that tables, lanes and failures are always those of one step.
+bool Engine::keep_early(std::uint32_t step, int source, Message& message) {
+  const std::lock_guard lock(mutex_);
+  if (step <= entered_step_) {
+    return false;
+  }
+  early_.emplace_back(source, std::move(message));
+  return true;
+}
+
+void Engine::take(int source, Message message) {
   Reader reader(message.header);
   if (reader.get<std::uint32_t>() != options_.generation) {
     return;
@@ -48,6 +64,9 @@ void Engine::receive(int source, Message message) {
   switch (kind) {
     case MessageKind::kInstruction: {
       auto instruction = Instruction::decode(reader);
+      if (keep_early(instruction.step, source, message)) {
+        return;
+      }
       const auto needs = instruction.needs();
       const std::lock_guard lock(mutex_);
       if (instruction.step > failed_step_) {
@@ -61,6 +80,9 @@ void Engine::receive(int source, Message message) {
     }
     case MessageKind::kValue: {
       const auto step = reader.get<std::uint32_t>();
+      if (keep_early(step, source, message)) {
+        return;
+      }
       const auto id = reader.get<ValueId>();
       TensorMeta meta;
       meta.fields(reader);
@@ -74,6 +96,9 @@ void Engine::receive(int source, Message message) {
     }
     case MessageKind::kRelease: {
       const auto step = reader.get<std::uint32_t>();
+      if (keep_early(step, source, message)) {
+        return;
+      }
       const auto ids = reader.get<std::vector<ValueId>>();
       {
         const std::lock_guard lock(mutex_);
@@ -113,6 +138,9 @@ void Engine::receive(int source, Message message) {
     case MessageKind::kAbort: {
       Failure failure;
       failure.fields(reader);
+      if (keep_early(failure.step, source, message)) {
+        return;
+      }
       const std::lock_guard lock(mutex_);
       if (failure.step > failed_step_) {
         fail_locked(std::move(failure), leftovers);

@@ -26,6 +26,12 @@ Engine& issuing_engine() {
   return *frame->engine;
 }
 
+/// The user's call of backward: contributions of one pass are summed before they are accumulated.
+std::int64_t pass() {
+  const auto* frame = current_frame();
+  return frame->pass != 0 ? frame->pass : torch::autograd::get_current_graph_task_id() + 1;
+}
+
 bool keep_graph() { return torch::autograd::get_current_graph_task_keep_graph(); }
 
 /// Calls `visit` once for each node that `root` reaches, with the node; it returns whether to go on below that node.
@@ -58,6 +64,7 @@ variable_list CallNode::apply(variable_list&& gradients) {
   const int home = call_->home();
   Backward backward;
   backward.call = call_->id();
+  backward.pass = pass();
   backward.keep_graph = keep_graph();
   backward.gradients.assign(gradients.size(), 0);
   backward.results.assign(inputs_.size(), 0);
@@ -95,7 +102,7 @@ variable_list LiftNode::apply(variable_list&& gradients) {
   if (gradients[0].defined()) {
     auto& engine = issuing_engine();
     const auto gradient = engine.to_home(gradients[0], record_->home(), /*remember=*/false);
-    engine.issue(record_->home(), Accumulate{record_->id(), handle_of(gradient)->id(), keep_graph()});
+    engine.issue(record_->home(), Accumulate{record_->id(), handle_of(gradient)->id(), pass(), keep_graph()});
   }
   return {};
 }

@@ -106,7 +106,15 @@ at::Tensor meta_of(const at::Tensor& x) {
   if (stays_inline(x)) {
     return x;
   }
-  return at::empty_strided(x.sizes(), x.strides(), at::TensorOptions().dtype(x.scalar_type()).device(c10::kMeta));
+  const auto options = at::TensorOptions().dtype(x.scalar_type()).device(c10::kMeta);
+  if (x.storage_offset() == 0) {
+    return at::empty_strided(x.sizes(), x.strides(), options);
+  }
+  auto elements = x.storage_offset() + 1;
+  for (std::int64_t i = 0; i < x.dim(); ++i) {
+    elements += std::max<std::int64_t>(x.size(i) - 1, 0) * x.stride(i);
+  }
+  return at::empty_strided({elements}, {1}, options).as_strided(x.sizes(), x.strides(), x.storage_offset());
 }
 
 /// Runs the meta kernel. Without value: what comes out depends on data, or there is no such kernel.
@@ -295,7 +303,7 @@ void issue_operator(const c10::OperatorHandle& op, c10::DispatchKeySet /*keys*/,
     }
   }
   for (const auto& [i, meta] : report->mutated) {
-    arguments[i].toTensor().unsafeGetTensorImpl()->set_sizes_and_strides(meta.sizes, meta.strides);
+    arguments[i].toTensor().unsafeGetTensorImpl()->set_sizes_and_strides(meta.sizes, meta.strides, meta.storage_offset);
   }
   engine.issue(home, std::move(instruction));
 }

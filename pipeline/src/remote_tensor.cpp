@@ -26,12 +26,12 @@ std::vector<ReleaseQueue::Release> ReleaseQueue::take() {
 RemoteImpl::RemoteImpl(Handle handle, const TensorMeta& meta)
     : TensorImpl(remote_keys(), c10::scalarTypeToTypeMeta(meta.dtype), c10::Device(c10::DeviceType::CPU)), handle_(std::move(handle)) {
   set_storage_access_should_throw();
-  set_sizes_and_strides(meta.sizes, meta.strides);
+  set_sizes_and_strides(meta.sizes, meta.strides, meta.storage_offset);
 }
 
 c10::intrusive_ptr<c10::TensorImpl> RemoteImpl::shallow_copy_and_detach(const c10::VariableVersion& version_counter,
                                                                         bool allow_tensor_metadata_change) const {
-  TensorMeta meta{sizes().vec(), strides().vec(), c10::typeMetaToScalarType(dtype()), false};
+  TensorMeta meta{sizes().vec(), strides().vec(), c10::typeMetaToScalarType(dtype()), false, storage_offset()};
   auto copy = c10::make_intrusive<RemoteImpl>(handle_, meta);
   copy->set_version_counter(version_counter);
   copy->set_allow_tensor_metadata_change(allow_tensor_metadata_change);
@@ -47,7 +47,7 @@ void RemoteImpl::shallow_copy_from(const c10::intrusive_ptr<c10::TensorImpl>& so
   auto* remote = dynamic_cast<RemoteImpl*>(source.get());
   TORCH_CHECK(remote != nullptr, "the data of a tensor that lives on another partition can't be replaced by a local tensor");
   handle_ = remote->handle_;
-  set_sizes_and_strides(remote->sizes(), remote->strides());
+  set_sizes_and_strides(remote->sizes(), remote->strides(), remote->storage_offset());
 }
 
 bool is_remote(const at::Tensor& tensor) {

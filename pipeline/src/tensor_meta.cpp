@@ -30,7 +30,7 @@ std::int64_t count(const TensorMeta& meta) {
 }  // namespace
 
 TensorMeta TensorMeta::of(const at::Tensor& tensor) {
-  return {tensor.sizes().vec(), tensor.strides().vec(), tensor.scalar_type(), tensor.requires_grad()};
+  return {tensor.sizes().vec(), tensor.strides().vec(), tensor.scalar_type(), tensor.requires_grad(), tensor.storage_offset()};
 }
 
 std::int64_t TensorMeta::bytes() const {
@@ -38,10 +38,11 @@ std::int64_t TensorMeta::bytes() const {
 }
 
 TensorMeta travelled(const TensorMeta& meta) {
-  if (span(meta) <= count(meta)) {
-    return meta;
-  }
   auto dense = meta;
+  dense.storage_offset = 0;
+  if (span(meta) <= count(meta)) {
+    return dense;
+  }
   std::int64_t step = 1;
   for (std::size_t i = dense.sizes.size(); i-- > 0;) {
     dense.strides[i] = step;

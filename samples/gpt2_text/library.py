@@ -1,6 +1,7 @@
 """The training over several ranks. All that differs from plain PyTorch is in this file."""
 
 import torch
+from model import make_optimizer
 
 import smp
 
@@ -28,9 +29,7 @@ class LibraryRun:
     def __init__(self, options, model):
         self.rank = smp.rank()
         self.model = smp.DistributedModel(model)
-        self.optimizer = smp.DistributedOptimizer(
-            torch.optim.AdamW(self.model.parameters(), lr=options.learning_rate, weight_decay=options.weight_decay)
-        )
+        self.optimizer = smp.DistributedOptimizer(make_optimizer(self.model.parameters(), options))
 
     def train(self, ids):
         """Forward and backward over the microbatches; returns the loss of each. The caller steps."""

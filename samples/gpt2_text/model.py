@@ -1,4 +1,4 @@
-"""The network: Hugging Face's GPT-2 as it is, with random weights and about 10 million parameters."""
+"""The network and its optimizer: Hugging Face's GPT-2 as it is, with random weights and about 10 million parameters."""
 
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -9,8 +9,8 @@ def build_model(vocabulary_size, length, dropout, seed):
     config = GPT2Config(
         vocab_size=vocabulary_size,
         n_positions=length,
-        n_embd=256,
-        n_layer=12,
+        n_embd=368,
+        n_layer=6,
         n_head=4,
         resid_pdrop=dropout,
         embd_pdrop=dropout,
@@ -23,6 +23,11 @@ def build_model(vocabulary_size, length, dropout, seed):
     model = GPT2LMHeadModel(config)
     model.loss_type = "ForCausalLM"  # What it takes anyway, but with a warning.
     return model
+
+
+def make_optimizer(parameters, options):
+    # The second moment is averaged over 20 steps instead of 1000: the whole training has a few hundred.
+    return torch.optim.AdamW(parameters, lr=options.learning_rate, betas=(0.9, 0.95), weight_decay=options.weight_decay)
 
 
 def parameter_count(model):

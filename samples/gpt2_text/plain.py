@@ -1,6 +1,7 @@
 """The same training in one process, without the library: what the library's results and speed are compared with."""
 
 import torch
+from model import make_optimizer
 
 
 class PlainRun:
@@ -11,9 +12,7 @@ class PlainRun:
     def __init__(self, options, model):
         self.model = model
         self.microbatches = options.microbatches
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=options.learning_rate, weight_decay=options.weight_decay
-        )
+        self.optimizer = make_optimizer(self.model.parameters(), options)
 
     def train(self, ids):
         """Forward and backward over the microbatches in order; returns the loss of each. The caller steps."""

@@ -72,7 +72,7 @@ std::string from_payload(const at::Tensor& payload) {
 
 Communicator::Communicator(std::shared_ptr<Transport> transport) : transport_(std::move(transport)) {
   transport_->set_receiver(
-      kObjectChannel, [this](int source, Message message) { receive(source, std::move(message)); },
+      kObjectChannel, [this](int source, const Message& message) { receive(source, message); },
       [this](const std::string& reason) { fail(reason); });
 }
 
@@ -245,7 +245,7 @@ void Communicator::send_frame(int destination, Kind kind, Operation operation, c
   transport_->send(destination, std::move(message));
 }
 
-void Communicator::receive(int source, Message message) {
+void Communicator::receive(int source, const Message& message) {
   std::string_view header = message.header;
   const auto kind = take<Kind>(header);
   const auto operation = take<Operation>(header);

@@ -10,6 +10,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ _KEEP = {"OMP_NUM_THREADS": "1", "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_
 
 def rank_environment(**extra: str) -> dict[str, str]:
     """The environment of ranks that a test starts."""
-    search = os.pathsep.join([str(FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])])
+    search = os.pathsep.join([str(FOLDER), str(FOLDER / "pipeline"), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {**os.environ, **_KEEP, "PYTHONPATH": search, **extra}
 
 
@@ -97,13 +98,25 @@ class Cluster:
             self._process = None
 
 
+def _next_line(world: Any) -> str:
+    """The next line of rank 0's input, on every rank. Ranks that wait sleep: other tests need the cores."""
+    if world.rank == 0:
+        line = sys.stdin.readline()
+        for rank in range(1, world.size):
+            world.send(line, rank)
+        return line
+    while not world.iprobe(0):
+        time.sleep(0.005)
+    return world.recv(source=0)
+
+
 def _serve(folder: Path) -> None:
     """What each rank of a launch does."""
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
     while True:
-        line = world.bcast(sys.stdin.readline() if world.rank == 0 else None)
+        line = _next_line(world)
         if not line:
             return
         module, name, args, kwargs = pickle.loads((folder / "task").read_bytes())

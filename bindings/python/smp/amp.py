@@ -36,6 +36,31 @@ class GradScaler(torch.amp.GradScaler):
         available = device is not None or torch.cuda.is_available()
         super().__init__(device or "cuda", init_scale, growth_factor, backoff_factor, growth_interval, enabled and available)
 
+    def _start(self) -> None:
+        # torch does this in `scale`, which only the rank that runs the step function calls.
+        if self.is_enabled() and self._scale is None:
+            self._lazy_init_scale_growth_tracker(torch.device(self._device))
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """As in torch."""
+        self._start()
+        super().unscale_(optimizer)
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """As in torch, with one decision for all ranks of the model. Collective over them."""
+        self._start()
+        return super().step(optimizer, *args, **kwargs)
+
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        """As in torch."""
+        self._start()
+        super().update(new_scale)
+
+    def _unscale_grads_(self, *args: Any, **kwargs: Any) -> dict[torch.device, torch.Tensor]:
+        # A rank without gradients has found no infinity; torch takes an empty answer for a mistake.
+        device = torch.device(self._device)
+        return super()._unscale_grads_(*args, **kwargs) or {device: torch.zeros((), dtype=torch.float32, device=device)}
+
     def _maybe_opt_step(self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any) -> float | None:
         # Collective: every rank learns whether any of them found an infinity, and skips the step and backs off together.
         found = optimizer_state["found_inf_per_device"]

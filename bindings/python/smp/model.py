@@ -1,7 +1,9 @@
 """`smp.DistributedModel`: a model whose modules are spread over the ranks of a pipeline."""
 
+import itertools
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -87,7 +89,6 @@ class DistributedModel(nn.Module):
         self._runtime: Runtime | None = None
         self._partitioned = topology.pp_size == 1
         self._checked = False
-        self._post_partition_hooks: list[Callable[..., Any]] = []
         state.model = self
 
     # ---- placement
@@ -116,19 +117,17 @@ class DistributedModel(nn.Module):
         return self._runtime
 
     def _check_same_everywhere(self, runtime: Runtime) -> None:
-        mine = [(name, tuple(p.shape), str(p.dtype), p.requires_grad, home) for name, p, home in runtime.parameters]
+        mine = [f"module '{name}'" for name in runtime.names] + [
+            f"parameter '{name}' {list(p.shape)}, {p.dtype}, requires_grad={p.requires_grad}, on partition {home}" for name, p, home in runtime.parameters
+        ]
         topology = state.require_topology()
-        for rank, theirs in zip(topology.group("pp"), self._allgather((runtime.names, mine)), strict=True):
-            if theirs == (runtime.names, mine):
-                continue
-            names, parameters = theirs
-            differing = next((a for a, b in zip(mine, parameters, strict=False) if a != b), None) or (
-                f"{len(runtime.names)} modules here, {len(names)} there"
-            )
-            raise SMPUsageError(
-                f"the model of rank {topology.rank} differs from that of rank {rank}, first in {differing}: every rank must build the "
-                "same model with the same frozen parameters"
-            )
+        for rank, theirs in zip(topology.group("pp"), self._allgather(mine), strict=True):
+            for here, there in itertools.zip_longest(mine, theirs, fillvalue="nothing"):
+                if here != there:
+                    raise SMPUsageError(
+                        f"the model of rank {topology.rank} differs from that of rank {rank}, first here: {here}, there: {there}. Every rank must "
+                        "build the same model with the same frozen parameters"
+                    )
 
     def close(self) -> None:
         """Stops what runs for this model on this rank."""
@@ -138,13 +137,16 @@ class DistributedModel(nn.Module):
 
     # ---- a step
 
+    def _needs_step(self) -> bool:
+        return self._runtime is not None or not self._partitioned
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The user's model's forward. With more than one partition, only in a step.
 
         Raises:
             SMPUsageError: outside a step, with more than one partition.
         """
-        if (self._runtime is not None or not self._partitioned) and not _C.in_frame():
+        if self._needs_step() and not _C.in_frame():
             raise SMPUsageError(
                 "the model was called outside a step: with more than one partition, call it (and model.backward) in a function that is "
                 "decorated with @smp.step"
@@ -165,7 +167,7 @@ class DistributedModel(nn.Module):
         Raises:
             SMPUsageError: outside a step with more than one partition, or a gradient is missing.
         """
-        if self._runtime is not None and not _C.in_frame():
+        if self._needs_step() and not _C.in_frame():
             raise SMPUsageError("model.backward was called outside a step: call it in the function that is decorated with @smp.step")
         roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         given = [grad_tensors] if isinstance(grad_tensors, torch.Tensor) else list(grad_tensors or [None] * len(roots))
@@ -275,12 +277,11 @@ class DistributedModel(nn.Module):
         whole = self.module.state_dict(*args, **kwargs)
         if self._runtime is None:
             return whole
-        local = self.local_state_dict()
-        local.pop(PARTIAL_KEY)
+        prefix, homes, here = kwargs.get("prefix", ""), self._home_of_key(self._runtime), self._runtime.partition
         merged: dict[str, Any] = {}
-        for part in self._allgather(local):
+        for part in self._allgather({key: value for key, value in whole.items() if homes.get(key.removeprefix(prefix), 0) == here}):
             merged.update(part)
-        if gather_to_rank0 and self._runtime.partition != 0:
+        if gather_to_rank0 and here != 0:
             return {}
         for key in whole:
             whole[key] = merged[key]
@@ -308,18 +309,27 @@ class DistributedModel(nn.Module):
         if self._runtime is None and not partial:
             return self.module.load_state_dict(entries, strict=strict)
         self._partition()
-        expected = list(self.module.state_dict())
+        expected = self.module.state_dict()
         own = set(expected)
         if self._runtime is not None:
             homes = self._home_of_key(self._runtime)
             own = {key for key in expected if homes.get(key, 0) == self._runtime.partition}
         wanted = own if partial and same_partition_load else set(expected)
         missing = [key for key in expected if key in wanted and key not in entries]
-        unexpected = [key for key in entries if key not in set(expected)]
-        if strict and (missing or unexpected):
+        unexpected = [key for key in entries if key not in expected]
+        # Shapes of all entries, not only of the own ones: where every rank raises, none waits for another.
+        shapes = {key: (tuple(entries[key].shape), tuple(value.shape)) for key, value in expected.items() if _are_tensors(entries.get(key), value)}
+        misfits = [f"'{key}' is {given}, not {wanted_shape}" for key, (given, wanted_shape) in shapes.items() if given != wanted_shape]
+        if misfits or (strict and (missing or unexpected)):
             raise RuntimeError(
-                f"load_state_dict of {type(self.module).__name__}: missing keys {missing}, unexpected keys {unexpected}; pass strict=False to "
-                "load the others"
+                f"load_state_dict of {type(self.module).__name__}: missing keys {missing}, unexpected keys {unexpected}, other shapes: "
+                f"{', '.join(misfits) or 'none'}; strict=False allows missing and unexpected keys"
             )
-        self.module.load_state_dict({key: value for key, value in entries.items() if key in own}, strict=False)
+        kept = OrderedDict((key, value) for key, value in entries.items() if key in own)
+        kept._metadata = getattr(state_dict, "_metadata", None)  # type: ignore[attr-defined]
+        self.module.load_state_dict(kept, strict=False)
         return nn.modules.module._IncompatibleKeys(missing, unexpected)
+
+
+def _are_tensors(*values: Any) -> bool:
+    return all(isinstance(value, torch.Tensor) for value in values)

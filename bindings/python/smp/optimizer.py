@@ -27,6 +27,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         >>> optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=3e-4))
     """
 
+    # A fused optimizer would be handed the scale and the found infinities as attributes, and so unscale by itself; these
+    # are decided by all ranks together, so the scaler does it.
+    _step_supports_amp_scaling = False
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -79,7 +83,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             SMPUsageError: inside a step function, where gradients are not complete.
         """
-        if state.microbatch is not None:
+        if state.step is not None:
             raise SMPUsageError("optimizer.step() was called inside a step: gradients are complete when the step has returned; call it after")
         return self.optimizer.step() if closure is None else self.optimizer.step(closure)
 

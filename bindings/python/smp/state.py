@@ -20,6 +20,7 @@ class State:
         communicator: objects between scripts, on top of the transport; None with one rank.
         model: the `DistributedModel`, once there is one.
         partition_report: where the modules of the model went, once it is partitioned.
+        step: the name of the step that runs, None outside of steps.
         microbatch: the microbatch whose step function runs, None outside a step and on ranks that follow one.
     """
 
@@ -30,6 +31,7 @@ class State:
         self.communicator: _C.Communicator | None = None
         self.model: Any = None
         self.partition_report: PartitionReport | None = None
+        self.step: str | None = None
         self.microbatch: int | None = None
 
     @property

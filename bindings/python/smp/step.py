@@ -46,10 +46,11 @@ class StepFunction:
             Exception: what the function or a module raised on any rank.
         """
         cfg = state.require_cfg()
-        if state.microbatch is not None:
-            raise SMPUsageError(f"step {self._name} was called inside a step: steps can't be nested")
+        if state.step is not None:
+            raise SMPUsageError(f"step {self._name} was called inside step {state.step}: steps can't be nested")
         model = state.model
         runtime = model.prepare_step() if model is not None else None
+        state.step = self._name
         try:
             if runtime is None:
                 return merge([self._run_plain(args, kwargs, i, cfg.microbatches) for i in range(cfg.microbatches)])
@@ -57,7 +58,7 @@ class StepFunction:
                 return self._drive(runtime, args, kwargs, cfg.microbatches)
             return self._follow(runtime)
         finally:
-            state.microbatch = None
+            state.step = state.microbatch = None
 
     def _body(self, args: tuple[Any, ...], kwargs: dict[str, Any], index: int, count: int) -> Any:
         state.microbatch = index

@@ -49,7 +49,7 @@ def merge(results: Sequence[Any]) -> Any:
     """Joins what the microbatches returned: containers keep their type, each tensor becomes a StepOutput, None stays
     None, and any other leaf becomes a list with one entry for each microbatch."""
     first = results[0]
-    if isinstance(first, torch.Tensor):
+    if all(isinstance(result, torch.Tensor) for result in results):
         return StepOutput(results)
     if all(result is None for result in results):
         return None

@@ -74,7 +74,7 @@ class Communicator {
   /// One operation of one group: its sorted members, and its number among the operations of that group.
   using GroupStep = std::pair<std::vector<int>, std::uint64_t>;
 
-  void receive(int source, Message message);
+  void receive(int source, const Message& message);
   void send_frame(int destination, Kind kind, Operation operation, const GroupStep& step, at::Tensor payload);
   void send_objects(const std::vector<int>& destinations, std::string_view bytes, const Poll& poll);
   void wait(std::unique_lock<std::mutex>& lock, const Poll& poll, const std::function<bool()>& ready);

@@ -183,6 +183,8 @@ class Engine {
 
   // messages.cpp
   void receive(int source, Message message);
+  void take(int source, Message message);
+  bool keep_early(std::uint32_t step, int source, Message& message);
   void send(int home, const Writer& header, at::Tensor payload = {});
   void send_to_others(const Writer& header);
   void send_value(int home, ValueId id, const at::Tensor& x);
@@ -202,7 +204,8 @@ class Engine {
   void run(const Instruction& instruction, const Alias& alias);
   void run(const Instruction& instruction, const End& end);
   void run(const Instruction& instruction, const Close& close);
-  std::vector<at::Tensor> run_autograd(const Instruction& instruction, CallRecord& record, std::vector<at::Tensor> gradients, bool keep_graph);
+  std::vector<at::Tensor> run_autograd(const Instruction& instruction, CallRecord& record, std::vector<at::Tensor> gradients, std::int64_t pass,
+                                       bool keep_graph);
   void store(ValueId id, at::Tensor data);
   void store(ValueId id, std::shared_ptr<CallRecord> record);
   at::Tensor value(ValueId id) const;
@@ -230,6 +233,9 @@ class Engine {
   std::unordered_map<FrameId, std::shared_ptr<Frame>> frames_;
   std::unordered_map<ValueId, std::string> replies_;
   std::atomic<std::uint64_t> counter_{1};
+
+  std::mutex receive_mutex_;  // taken before mutex_
+  std::vector<std::pair<int, Message>> early_;  // of a step that this rank has not entered, in the order they came
 
   std::uint32_t entered_step_ = 0;
   bool in_step_ = false;

@@ -5,19 +5,21 @@
 
 #include <cstdint>
 #include <map>
+#include <mutex>
 #include <set>
+#include <utility>
 #include <vector>
 
 namespace smp::pipeline {
 
-/// Contributions of one microbatch to one parameter are summed first, as autograd does; the sums of microbatches are then
-/// added to `.grad` in the order of their index. So every run gives the bits of the plain loop over microbatches.
+/// Contributions of one call of backward in one microbatch are summed first, as autograd does; the sums are then added to
+/// `.grad` in the order of microbatches. So every run gives the bits of the plain loop over microbatches.
 ///
 ///   microbatch:      0 (lowest open)        1                  2
 ///   contribution:    into .grad as soon     waits for          waits for
 ///                    as no call is left     close(0)           close(0), close(1)
 ///
-/// Not thread-safe: the thread that holds the compute token uses it.
+/// Thread-safe, but `.grad` of the parameters belongs to the thread that holds the compute token: only it adds and closes.
 class GradientSums {
  public:
   explicit GradientSums(std::vector<at::Tensor> parameters) : parameters_(std::move(parameters)), pending_(parameters_.size()) {}
@@ -28,7 +30,8 @@ class GradientSums {
   void open_call(const std::vector<int>& parameters, std::int32_t microbatch);
   void close_call(const std::vector<int>& parameters, std::int32_t microbatch);
 
-  void add(int parameter, std::int32_t microbatch, at::Tensor gradient);
+  /// `pass`: the call of backward that the contribution belongs to.
+  void add(int parameter, std::int32_t microbatch, std::int64_t pass, at::Tensor gradient);
 
   /// No more contributions of this microbatch can come.
   void close(std::int32_t microbatch);
@@ -38,17 +41,19 @@ class GradientSums {
   /// Forgets what is not in `.grad` yet.
   void drop();
 
-  [[nodiscard]] std::size_t contributions() const { return contributions_; }
+  [[nodiscard]] std::size_t contributions() const;
   [[nodiscard]] std::int64_t pending_bytes() const;
 
  private:
   struct Pending {
-    at::Tensor sum;
+    std::vector<std::pair<std::int64_t, at::Tensor>> sums;  // by pass, in their order
     int open_calls = 0;
   };
   void flush(std::size_t parameter, std::int32_t microbatch);
+  void forget();
 
   std::vector<at::Tensor> parameters_;
+  mutable std::mutex mutex_;  // of all below
   std::vector<std::map<std::int32_t, Pending>> pending_;  // for each parameter, by microbatch
   std::set<std::int32_t> closed_;
   std::int32_t lowest_open_ = 0;

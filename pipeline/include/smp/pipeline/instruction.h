@@ -71,11 +71,12 @@ struct Backward {
   ValueId call = 0;
   std::vector<ValueId> gradients;  // one for each output; 0: none
   std::vector<ValueId> results;    // one for each input; 0: not wanted
+  std::int64_t pass = 0;           // the user's call of backward that this belongs to
   bool keep_graph = false;
 
   template <typename Archive>
   void fields(Archive& archive) {
-    archive(call, gradients, results, keep_graph);
+    archive(call, gradients, results, pass, keep_graph);
   }
 };
 
@@ -95,11 +96,12 @@ struct Lift {
 struct Accumulate {
   ValueId record = 0;
   ValueId gradient = 0;
+  std::int64_t pass = 0;
   bool keep_graph = false;
 
   template <typename Archive>
   void fields(Archive& archive) {
-    archive(record, gradient, keep_graph);
+    archive(record, gradient, pass, keep_graph);
   }
 };
 

@@ -28,9 +28,8 @@ class Lanes {
 
   void push(Instruction instruction);
 
-  /// Takes the most urgent instruction that can run (its lane is then busy), or nothing. Instructions of steps after
-  /// `entered_step` wait until this rank is there.
-  std::optional<Instruction> take(const ValueTable& values, std::uint32_t entered_step);
+  /// Takes the most urgent instruction that can run (its lane is then busy), or nothing.
+  std::optional<Instruction> take(const ValueTable& values);
   /// The instruction that take() gave has run.
   void finish(const Instruction& instruction);
 

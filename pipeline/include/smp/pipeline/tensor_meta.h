@@ -10,19 +10,21 @@
 
 namespace smp::pipeline {
 
-/// Shape, strides (in elements), dtype and requires_grad of a tensor.
+/// Shape, strides and storage offset (in elements), dtype and requires_grad of a tensor. Autograd tells by the offset which part
+/// of its base a view is.
 struct TensorMeta {
   std::vector<std::int64_t> sizes;
   std::vector<std::int64_t> strides;
   c10::ScalarType dtype = c10::ScalarType::Undefined;
   bool requires_grad = false;
+  std::int64_t storage_offset = 0;
 
   static TensorMeta of(const at::Tensor& tensor);
   [[nodiscard]] std::int64_t bytes() const;
 
   template <typename Archive>
   void fields(Archive& archive) {
-    archive(sizes, strides, dtype, requires_grad);
+    archive(sizes, strides, dtype, requires_grad, storage_offset);
   }
 };
 

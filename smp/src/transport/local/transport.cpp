@@ -199,10 +199,12 @@ std::vector<std::shared_ptr<Transport>> make_local_transports(int size) {
     throw_usage("local transports for {} ranks: at least 1 is needed", size);
   }
   auto mailboxes = std::make_shared<Mailboxes>();
+  mailboxes->reserve(size);
   for (int rank = 0; rank < size; ++rank) {
     mailboxes->push_back(std::make_unique<Mailbox>());
   }
   std::vector<std::shared_ptr<Transport>> transports;
+  transports.reserve(size);
   for (int rank = 0; rank < size; ++rank) {
     transports.push_back(std::shared_ptr<LocalTransport>(new LocalTransport(rank, mailboxes), destroy_in_owner));
   }

@@ -176,8 +176,8 @@ class MpiTransport final : public Transport {
     } else {
       // MPI may still read and write these buffers.
       const std::lock_guard calls(calls_);
-      outgoing_.release();
-      incoming_.release();
+      static_cast<void>(outgoing_.release());
+      static_cast<void>(incoming_.release());
     }
     leave(ended_cleanly_);
   }

@@ -1,0 +1,226 @@
+#include "smp/pipeline/lanes.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+namespace smp::pipeline {
+namespace {
+
+constexpr std::uint32_t kStep = 1;
+
+class LanesTest : public ::testing::Test {
+ protected:
+  Lanes lanes_{Policy::kInterleaved, 0, 2};
+  ValueTable values_;
+  ValueTable::Trash trash_;
+
+  void push(FrameId frame, Body body, std::int32_t microbatch = 0, std::vector<FrameId> ancestors = {}) {
+    const bool outermost = ancestors.empty();
+    lanes_.push({frame, 0, microbatch, kStep, outermost, std::move(ancestors), std::move(body)});
+  }
+  /// A CALL, told apart by its number.
+  static Call call(std::int32_t number, std::int64_t ticket = -1, std::int32_t module = 0) {
+    Call body;
+    body.module = module;
+    body.call = static_cast<ValueId>(number);
+    body.ticket = ticket;
+    return body;
+  }
+  std::optional<Instruction> take() { return lanes_.take(values_); }
+  /// Takes and finishes one instruction; "nothing" when none can run.
+  std::string run() {
+    const auto taken = take();
+    if (!taken) {
+      return "nothing";
+    }
+    lanes_.finish(*taken);
+    const auto* of_call = std::get_if<Call>(&taken->body);
+    return of_call != nullptr ? "CALL " + std::to_string(of_call->call) : taken->name();
+  }
+};
+
+TEST_F(LanesTest, a_lane_keeps_its_order) {
+  push(1, call(1));
+  push(1, Backward{50});
+  push(1, call(2));
+  values_.store(50, at::ones({}), trash_);
+  EXPECT_EQ(run(), "CALL 1");
+  EXPECT_EQ(run(), "BACKWARD");
+  EXPECT_EQ(run(), "CALL 2");
+  EXPECT_EQ(run(), "nothing");
+}
+
+TEST_F(LanesTest, a_lane_runs_one_instruction_at_a_time) {
+  push(1, call(1));
+  push(1, call(2));
+  const auto first = take();
+  ASSERT_TRUE(first);
+  EXPECT_FALSE(take());
+  EXPECT_EQ(lanes_.size(), 2U);
+  lanes_.finish(*first);
+  EXPECT_EQ(run(), "CALL 2");
+  EXPECT_EQ(lanes_.size(), 0U);
+}
+
+TEST_F(LanesTest, a_waiting_head_blocks_only_its_own_lane) {
+  push(1, Send{50, 1, 51});
+  push(1, call(1));
+  push(2, call(2));
+  EXPECT_EQ(run(), "CALL 2");
+  EXPECT_EQ(run(), "nothing");
+  values_.store(50, at::ones({}), trash_);
+  EXPECT_EQ(run(), "SEND");
+  EXPECT_EQ(run(), "CALL 1");
+}
+
+TEST_F(LanesTest, the_most_urgent_head_goes_first) {
+  values_.store(50, at::ones({}), trash_);
+  push(1, call(1), 0);
+  push(2, Backward{50}, 1);
+  push(3, Op{}, 0);
+  push(4, Send{50, 1, 51}, 1);
+  EXPECT_EQ(run(), "SEND");
+  EXPECT_EQ(run(), "BACKWARD");
+  EXPECT_EQ(run(), "OP");
+  EXPECT_EQ(run(), "CALL 1");
+}
+
+TEST_F(LanesTest, simple_runs_forwards_before_backwards) {
+  lanes_ = Lanes(Policy::kSimple, 0, 2);
+  values_.store(50, at::ones({}), trash_);
+  push(1, Backward{50}, 0);
+  push(2, call(1), 100);
+  EXPECT_EQ(run(), "CALL 1");
+  EXPECT_EQ(run(), "BACKWARD");
+}
+
+TEST_F(LanesTest, calls_beyond_the_admission_limit_wait_until_a_microbatch_is_finished) {
+  const auto limit = admission_limit(Policy::kInterleaved, 0, 0, 2);
+  for (std::int32_t microbatch = 0; microbatch <= limit; ++microbatch) {
+    push(static_cast<FrameId>(microbatch + 1), call(microbatch), microbatch);
+  }
+  for (std::int32_t microbatch = 0; microbatch < limit; ++microbatch) {
+    EXPECT_EQ(run(), "CALL " + std::to_string(microbatch));
+  }
+  EXPECT_EQ(run(), "nothing");
+  push(2, End{}, 1);  // the lowest one is still open
+  EXPECT_EQ(run(), "END");
+  EXPECT_EQ(run(), "nothing");
+  push(1, End{}, 0);
+  EXPECT_EQ(run(), "END");
+  EXPECT_EQ(run(), "CALL " + std::to_string(limit));
+}
+
+TEST_F(LanesTest, only_calls_are_held_back_by_the_admission_limit) {
+  values_.store(50, at::ones({}), trash_);
+  push(1, Backward{50}, 100);
+  push(2, Op{}, 100);
+  EXPECT_EQ(run(), "BACKWARD");
+  EXPECT_EQ(run(), "OP");
+}
+
+TEST_F(LanesTest, tickets_order_the_calls_of_a_module) {
+  push(1, call(1, 2), 0);
+  push(2, call(2, 0), 2);
+  push(3, call(3, 1), 1);
+  push(4, call(4, 0, /*module=*/1), 2);  // another module's tickets are its own
+  EXPECT_EQ(run(), "CALL 2");
+  EXPECT_EQ(run(), "CALL 3");
+  EXPECT_EQ(run(), "CALL 1");
+  EXPECT_EQ(run(), "CALL 4");
+}
+
+TEST_F(LanesTest, tickets_of_different_issuers_are_apart_and_start_again_with_a_step) {
+  push(1, call(1, 0));
+  lanes_.push({2, 1, 0, kStep, true, {}, call(2, 0)});
+  EXPECT_EQ(run(), "CALL 1");
+  EXPECT_EQ(run(), "CALL 2");
+  push(1, call(3, 0));
+  EXPECT_EQ(run(), "nothing");
+  lanes_.start_step();
+  EXPECT_EQ(run(), "CALL 3");
+}
+
+TEST_F(LanesTest, the_end_waits_for_the_frames_that_the_lane_opened) {
+  push(1, call(1));
+  push(1, End{});
+  const auto container = take();
+  ASSERT_TRUE(container);
+  lanes_.open_nested(1);
+  lanes_.open_nested(1);
+  lanes_.finish(*container);
+  EXPECT_EQ(run(), "nothing");
+  lanes_.close_nested(1);
+  EXPECT_EQ(run(), "nothing");
+  lanes_.close_nested(1);
+  EXPECT_EQ(run(), "END");
+}
+
+TEST_F(LanesTest, only_ends_of_outermost_frames_finish_a_microbatch) {
+  const auto limit = admission_limit(Policy::kInterleaved, 0, 0, 2);
+  push(2, End{}, 0, {1});
+  EXPECT_EQ(run(), "END");
+  push(3, call(1), limit);
+  EXPECT_EQ(run(), "nothing");
+}
+
+TEST_F(LanesTest, close_comes_after_the_end_and_leaves_no_lane_behind) {
+  push(1, End{});
+  EXPECT_EQ(run(), "END");
+  push(1, Close{});
+  EXPECT_EQ(run(), "CLOSE");
+  EXPECT_EQ(lanes_.size(), 0U);
+  EXPECT_TRUE(lanes_.describe(values_).empty());
+}
+
+TEST_F(LanesTest, in_place_on_a_lent_value_waits_for_the_frame_that_has_it) {
+  values_.store(50, at::ones({}), trash_);
+  values_.lend(50, 9);
+  push(1, Op{"aten::add_", "Tensor", "", {50}, {50}, {}, 0});
+  push(2, Op{"aten::add", "Tensor", "", {50}, {}, {51}, 0});  // reading is no harm
+  auto changing = call(1);
+  changing.inputs = changing.mutated = {50};
+  push(3, changing);
+  EXPECT_EQ(run(), "OP");
+  EXPECT_EQ(run(), "nothing");
+  values_.give_back(50, 9);
+  EXPECT_EQ(run(), "OP");
+  EXPECT_EQ(run(), "CALL 1");
+}
+
+TEST_F(LanesTest, in_place_does_not_wait_for_the_frame_itself_and_those_above) {
+  values_.store(50, at::ones({}), trash_);
+  values_.lend(50, 2);
+  values_.lend(50, 3);
+  push(3, Op{"aten::add_", "Tensor", "", {50}, {50}, {}, 0}, 0, {1, 2});
+  EXPECT_EQ(run(), "OP");
+}
+
+TEST_F(LanesTest, clear_hands_out_what_waits_and_forgets_what_runs) {
+  push(1, call(1));
+  push(1, call(2));
+  push(2, call(3));
+  const auto running = take();
+  ASSERT_TRUE(running);
+  EXPECT_EQ(lanes_.clear().size(), 2U);
+  EXPECT_EQ(lanes_.size(), 0U);
+  lanes_.finish(*running);
+  lanes_.close_nested(1);
+  EXPECT_EQ(lanes_.size(), 0U);
+}
+
+TEST_F(LanesTest, a_description_names_what_the_first_instruction_waits_for) {
+  push(1, Send{50, 1, 51}, 3);
+  push(1, call(1), 3);
+  const auto lines = lanes_.describe(values_);
+  ASSERT_EQ(lines.size(), 1U);
+  for (const char* part : {"frame 1", "microbatch 3", "2 instructions", "SEND", "1 of its 1 values missing"}) {
+    EXPECT_NE(lines[0].find(part), std::string::npos) << part << " in: " << lines[0];
+  }
+}
+
+}  // namespace
+}  // namespace smp::pipeline
