@@ -56,6 +56,14 @@ std::vector<at::Tensor> unwrap(const py::handle& list) {
   return tensors;
 }
 
+/// The exception with the traceback that Python keeps beside it until somebody catches it.
+py::object with_traceback(const py::error_already_set& error) {
+  if (error.trace()) {
+    PyException_SetTraceback(error.value().ptr(), error.trace().ptr());
+  }
+  return error.value();
+}
+
 /// Calls `host.run(module, tree, tensors, training) -> (tree, tensors)`, `host.describe(exception) -> (message, payload)` and
 /// `host.aborted(failure) -> exception` of a Python object.
 class PythonHost final : public Host {
@@ -81,10 +89,10 @@ class PythonHost final : public Host {
     try {
       std::rethrow_exception(error);
     } catch (py::error_already_set& e) {
-      exception = e.value();
+      exception = with_traceback(e);
     } catch (python_error& e) {
       e.restore();
-      exception = py::error_already_set().value();
+      exception = with_traceback(py::error_already_set());
     } catch (const smp::UsageError& e) {
       exception = py::module_::import("smp.exceptions").attr("SMPUsageError")(e.what());
     } catch (const smp::Error& e) {

@@ -1,6 +1,8 @@
 // Steps, frames and failures. messages.cpp, issue.cpp and executor.cpp hold the rest of the engine.
 #include "smp/pipeline/engine.h"
 
+#include <ATen/Parallel.h>
+
 #include <algorithm>
 #include <chrono>
 #include <utility>
@@ -40,6 +42,7 @@ Engine::Engine(std::shared_ptr<Transport> transport, std::shared_ptr<Host> host,
       host_(std::move(host)),
       options_(std::move(options)),
       partition_(position_of(transport_->rank(), options_.peers)),
+      num_threads_(at::get_num_threads()),
       sums_(tensors_of(options_.parameters)),
       lanes_(options_.policy, partition_, static_cast<int>(options_.peers.size())) {
   if (options_.peers.size() >= (1U << kRankBits)) {
@@ -234,6 +237,9 @@ std::shared_ptr<Frame> Engine::open_frame(const Instruction& by) {
   frame->parent = by.frame;
   frame->ancestors = by.ancestors;
   frame->ancestors.push_back(by.frame);
+  if (const auto* call = std::get_if<Call>(&by.body)) {
+    frame->context = call->context * (options_.modules.size() + 1) + static_cast<std::uint64_t>(call->module) + 1;
+  }
   frame->issued.assign(options_.peers.size(), 0);
   const std::lock_guard lock(mutex_);
   if (failed_step_ < by.step) {

@@ -1,7 +1,9 @@
 // The executing side of the engine: one thread at a time runs the most urgent instruction that is ready.
 #include <algorithm>
+#include <chrono>
 #include <utility>
 
+#include <ATen/Parallel.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
@@ -59,6 +61,7 @@ void Engine::start_executor() {
 
 void Engine::run_executor() {
   tls_executor_of = this;
+  at::set_num_threads(num_threads_);  // a setting of each thread: new ones would take every core
   std::unique_lock lock(mutex_);
   while (true) {
     std::optional<Instruction> instruction;
@@ -81,12 +84,14 @@ void Engine::run_executor() {
     ++counts_.executed[instruction->name()];
     lock.unlock();
 
+    const auto start = std::chrono::steady_clock::now();
     execute(*instruction);
+    const std::chrono::duration<double, std::milli> took = std::chrono::steady_clock::now() - start;
 
     Leftovers leftovers;
     lock.lock();
     if (instruction->step > failed_step_) {
-      lanes_.finish(*instruction);
+      lanes_.finish(*instruction, took.count());
       for (auto id : instruction->needs()) {
         values_.unpin(id, leftovers.values);
       }
@@ -126,10 +131,7 @@ std::string Engine::where(const Instruction& instruction) const {
   if (const auto* call = std::get_if<Call>(&instruction.body)) {
     module = call->module;
   } else if (const auto* backward = std::get_if<Backward>(&instruction.body)) {
-    const std::lock_guard lock(mutex_);
-    if (values_.ready(backward->call) && values_.call(backward->call)) {
-      module = values_.call(backward->call)->module;
-    }
+    module = backward->module;
   } else if (const auto* op = std::get_if<Op>(&instruction.body)) {
     return fmt::format("OP {}", op->name);
   }

@@ -102,11 +102,14 @@ int Engine::common_home(const std::vector<at::Tensor>& tensors) const {
 at::Tensor Engine::to_home(const at::Tensor& x, int home, bool remember) {
   auto& frame = here();
   if (is_remote(x)) {
+    bool is_stale = false;
     {
       const std::lock_guard lock(mutex_);
-      if (handle_of(x)->queue() != releases_) {
-        throw_usage("a tensor of a step that failed, or of a model that was closed, can't be used any more");
-      }
+      is_stale = handle_of(x)->queue() != releases_;
+    }
+    if (is_stale) {
+      check_failed();  // if that is why, the failure says more
+      throw_usage("a tensor of a step that failed, or of a model that was closed, can't be used any more");
     }
     if (handle_of(x)->home() == home) {
       return x;
@@ -246,7 +249,7 @@ CallReport CallReport::decode(Reader& reader) {
 }
 
 CallOutcome Engine::call(std::int32_t module, const std::string& tree, const std::vector<at::Tensor>& tensors, const std::string& training) {
-  static_cast<void>(here());  // throws outside a frame
+  const auto& frame = here();
   const auto& info = options_.modules[static_cast<std::size_t>(module)];
   const int home = info.home == kFollowsData ? common_home(tensors) : info.home;
   const auto modes = Modes::current();
@@ -271,8 +274,11 @@ CallOutcome Engine::call(std::int32_t module, const std::string& tree, const std
     call.wants.push_back(metas.back().requires_grad ? 1 : 0);
   }
   if (info.ordered) {
+    // In each context the calls come in the order of microbatches, so a call never waits for one of a higher microbatch, which
+    // may not be admitted before this one is finished.
+    call.context = frame.context;
     const std::lock_guard lock(mutex_);
-    call.ticket = tickets_[module]++;
+    call.ticket = tickets_[{module, frame.context}]++;
   }
 
   // What will come out: remembered, or asked for.
@@ -312,7 +318,7 @@ CallOutcome Engine::call(std::int32_t module, const std::string& tree, const std
       modes.grad && std::any_of(report->changed_metas.begin(), report->changed_metas.end(), [](const TensorMeta& m) { return m.requires_grad; });
   c10::intrusive_ptr<torch::autograd::Node> node;
   if (differentiable || changes_graph) {
-    node = c10::make_intrusive<CallNode>(std::move(handle), std::move(wants), metas, report->reach);
+    node = c10::make_intrusive<CallNode>(std::move(handle), module, std::move(wants), metas, report->reach);
     node->set_next_edges(torch::autograd::collect_next_edges(inputs));
   }
   CallOutcome outcome;

@@ -19,7 +19,19 @@ Urgency urgency_of(const Instruction& instruction) {
   return Urgency::kTransfer;
 }
 
+/// What instructions of one cost have in common.
+std::pair<std::size_t, std::int32_t> cost_key(const Instruction& instruction) {
+  const auto* call = std::get_if<Call>(&instruction.body);
+  const auto* backward = std::get_if<Backward>(&instruction.body);
+  return {instruction.body.index(), call != nullptr ? call->module : backward != nullptr ? backward->module : -1};
+}
+
 }  // namespace
+
+double Lanes::cost_ms(const Instruction& instruction) const {
+  const auto known = costs_ms_.find(cost_key(instruction));
+  return known == costs_ms_.end() ? kUnknownCost : known->second;
+}
 
 void Lanes::push(Instruction instruction) {
   auto needs = instruction.needs();
@@ -40,7 +52,7 @@ bool Lanes::can_run(const Lane& lane, const ValueTable& values) const {
       return false;
     }
     if (call->ticket >= 0) {
-      const auto next = next_ticket_.find({call->module, instruction.issuer});
+      const auto next = next_ticket_.find({call->module, call->context});
       if (call->ticket != (next == next_ticket_.end() ? 0 : next->second)) {
         return false;
       }
@@ -63,7 +75,8 @@ std::optional<Instruction> Lanes::take(const ValueTable& values) {
       continue;
     }
     const auto& head = lane.items.front();
-    candidates.push_back({urgency_of(head.instruction), head.instruction.microbatch, head.arrival});
+    candidates.push_back({urgency_of(head.instruction), head.instruction.microbatch, head.arrival, cost_ms(head.instruction),
+                          frame == last_lane_});
     lanes.push_back(&lane);
   }
   if (candidates.empty()) {
@@ -76,14 +89,22 @@ std::optional<Instruction> Lanes::take(const ValueTable& values) {
   return instruction;
 }
 
-void Lanes::finish(const Instruction& instruction) {
+void Lanes::finish(const Instruction& instruction, double took_ms) {
+  constexpr double kWeight = 0.25;  // of the newest
+  const auto [cost, is_new] = costs_ms_.try_emplace(cost_key(instruction), took_ms);
+  if (!is_new) {
+    cost->second += kWeight * (took_ms - cost->second);
+  }
   const auto it = lanes_.find(instruction.frame);
   if (it == lanes_.end()) {
     return;  // cleared meanwhile
   }
   it->second.busy = false;
+  if (urgency_of(instruction) != Urgency::kTransfer) {
+    last_lane_ = instruction.frame;
+  }
   if (const auto* call = std::get_if<Call>(&instruction.body); call != nullptr && call->ticket >= 0) {
-    next_ticket_[{call->module, instruction.issuer}] = call->ticket + 1;
+    next_ticket_[{call->module, call->context}] = call->ticket + 1;
   }
   if (std::holds_alternative<End>(instruction.body)) {
     lanes_.erase(it);

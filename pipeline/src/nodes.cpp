@@ -64,6 +64,7 @@ variable_list CallNode::apply(variable_list&& gradients) {
   const int home = call_->home();
   Backward backward;
   backward.call = call_->id();
+  backward.module = module_;
   backward.pass = pass();
   backward.keep_graph = keep_graph();
   backward.gradients.assign(gradients.size(), 0);

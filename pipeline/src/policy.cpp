@@ -9,6 +9,7 @@
 namespace smp::pipeline {
 namespace {
 
+constexpr double kBrief = 8;  // brief: under an eighth of the longest
 constexpr std::int32_t kSlack = 1;  // one more microbatch than 1F1B holds, so that a late gradient does not idle the rank
 
 //                     interleaved   simple
@@ -43,7 +44,14 @@ Policy policy_named(std::string_view name) {
 }
 
 std::size_t choose(Policy policy, const std::vector<Candidate>& candidates) {
-  const auto key = [&](const Candidate& c) { return std::tuple(rank_of(policy, c.urgency), c.microbatch, c.arrival); };
+  double longest_ms = 0;
+  for (const auto& candidate : candidates) {
+    longest_ms = std::max(longest_ms, candidate.cost_ms);
+  }
+  const auto key = [&](const Candidate& c) {
+    const bool is_brief = c.cost_ms != kUnknownCost && c.cost_ms * kBrief < longest_ms;
+    return std::tuple(!is_brief, !c.continues, rank_of(policy, c.urgency), c.microbatch, c.arrival);
+  };
   const auto best = std::min_element(candidates.begin(), candidates.end(), [&](const Candidate& a, const Candidate& b) { return key(a) < key(b); });
   return static_cast<std::size_t>(best - candidates.begin());
 }

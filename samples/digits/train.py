@@ -9,12 +9,13 @@ configuration comes from the environment. Accuracy on the test part ends above 9
 
 import argparse
 
-import smdistributed.modelparallel.torch as smp
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch.utils.data import DataLoader, TensorDataset
+
+import smdistributed.modelparallel.torch as smp
 
 TEST_IMAGES = 360  # of 1797
 TARGET_ACCURACY = 0.9

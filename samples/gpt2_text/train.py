@@ -39,7 +39,9 @@ def read_options(arguments=None):
     parser.add_argument("--weight-decay", type=float, default=0.1)
     parser.add_argument("--warm-up-steps", type=int, default=20)
     parser.add_argument("--dropout", type=float, default=0.0)
-    parser.add_argument("--validate-every", type=int, default=60, help="steps between two looks at the validation text")
+    parser.add_argument(
+        "--validate-every", type=int, default=110, help="steps between two looks at the validation text"
+    )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     if options.batch_size % options.microbatches:

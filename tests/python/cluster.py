@@ -17,12 +17,17 @@ from typing import Any
 
 FOLDER = Path(__file__).parent
 TIMEOUT_S = 180
-_KEEP = {"OMP_NUM_THREADS": "1", "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "HF_HUB_OFFLINE": "1"}
+_KEEP = {
+    "OMP_NUM_THREADS": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "HF_HUB_OFFLINE": "1",
+}
 
 
 def rank_environment(**extra: str) -> dict[str, str]:
     """The environment of ranks that a test starts."""
-    search = os.pathsep.join([str(FOLDER), str(FOLDER / "pipeline"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    search = os.pathsep.join([str(FOLDER), str(FOLDER / "pipeline"), str(FOLDER / "smp"), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {**os.environ, **_KEEP, "PYTHONPATH": search, **extra}
 
 
@@ -45,7 +50,7 @@ class Cluster:
         self._count = 0
 
     def _start(self) -> subprocess.Popen[str]:
-        log = open(self._folder / "log", "a")  # noqa: SIM115: the process keeps it
+        log = open(self._folder / "log", "a")  # noqa: SIM115
         return subprocess.Popen(
             mpirun(self.ranks, str(FOLDER / "cluster.py"), str(self._folder)),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=rank_environment(), cwd=FOLDER,

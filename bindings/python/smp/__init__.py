@@ -16,10 +16,10 @@ if torch.__version__.split("+")[0] != _C.built_with_torch.split("+")[0]:
 
 from .communication import allgather, barrier, broadcast, dp_barrier, mp_barrier, recv_from, send
 from .exceptions import SMPConfigError, SMPError, SMPFailureError, SMPUsageError
-from .process import init, shutdown
 from .model import DistributedModel
 from .optimizer import DistributedOptimizer
 from .placement import PartitionReport, get_partition_report, partition, set_partition
+from .process import init, shutdown
 from .ranks import (
     DP_GROUP,
     DP_RANK,

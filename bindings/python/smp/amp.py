@@ -34,7 +34,9 @@ class GradScaler(torch.amp.GradScaler):
         device: str | None = None,
     ) -> None:
         available = device is not None or torch.cuda.is_available()
-        super().__init__(device or "cuda", init_scale, growth_factor, backoff_factor, growth_interval, enabled and available)
+        super().__init__(
+            device or "cuda", init_scale, growth_factor, backoff_factor, growth_interval, enabled and available
+        )
 
     def _start(self) -> None:
         # torch does this in `scale`, which only the rank that runs the step function calls.
@@ -61,7 +63,9 @@ class GradScaler(torch.amp.GradScaler):
         device = torch.device(self._device)
         return super()._unscale_grads_(*args, **kwargs) or {device: torch.zeros((), dtype=torch.float32, device=device)}
 
-    def _maybe_opt_step(self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any) -> float | None:
+    def _maybe_opt_step(
+        self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> float | None:
         # Collective: every rank learns whether any of them found an infinity, and skips the step and backs off together.
         found = optimizer_state["found_inf_per_device"]
         if state.communicator is not None:

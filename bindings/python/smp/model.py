@@ -28,11 +28,17 @@ def _refuse(module: nn.Module) -> None:
         if isinstance(submodule, DistributedModel):
             raise SMPUsageError(f"{where} is a DistributedModel already: wrap the model once")
         if isinstance(submodule, torch.jit.ScriptModule):
-            raise SMPUsageError(f"{where} is a TorchScript module, which can't be taken apart: wrap the original module instead")
+            raise SMPUsageError(
+                f"{where} is a TorchScript module, which can't be taken apart: wrap the original module instead"
+            )
         if type(submodule).__name__ == "OptimizedModule" and hasattr(submodule, "_orig_mod"):
-            raise SMPUsageError(f"{where} is the result of torch.compile: wrap the original module instead (`module._orig_mod`)")
+            raise SMPUsageError(
+                f"{where} is the result of torch.compile: wrap the original module instead (`module._orig_mod`)"
+            )
         if isinstance(submodule, nn.parallel.DistributedDataParallel | nn.DataParallel):
-            raise SMPUsageError(f"{where} is wrapped in {type(submodule).__name__}: wrap the inner module (`.module`) instead; smp itself reduces replicas")
+            raise SMPUsageError(
+                f"{where} is wrapped in {type(submodule).__name__}: wrap the inner module (`.module`) instead; smp itself reduces replicas"
+            )
 
 
 class DistributedModel(nn.Module):
@@ -72,13 +78,18 @@ class DistributedModel(nn.Module):
         topology = state.require_topology()
         _refuse(module)
         if state.model is not None:
-            raise SMPUsageError("there is a DistributedModel already: one is possible for each smp.init(); smp.shutdown() forgets it")
+            raise SMPUsageError(
+                "there is a DistributedModel already: one is possible for each smp.init(); smp.shutdown() forgets it"
+            )
         if topology.rdp_size > 1:
             raise SMPUsageError(
                 f"{topology.size} ranks with {topology.pp_size} partitions make {topology.rdp_size} replicas of the model, whose gradients "
                 f"are not reduced yet: start {topology.pp_size} ranks, or set partitions to {topology.size}"
             )
-        for name, value in (("trace_execution_times", trace_execution_times), ("trace_memory_usage", trace_memory_usage)):
+        for name, value in (
+            ("trace_execution_times", trace_execution_times),
+            ("trace_memory_usage", trace_memory_usage),
+        ):
             if value:
                 logger.warning("%s=True has no effect: models are partitioned by the bytes of their parameters", name)
         if trace_device not in ("cpu", "gpu"):
@@ -118,7 +129,8 @@ class DistributedModel(nn.Module):
 
     def _check_same_everywhere(self, runtime: Runtime) -> None:
         mine = [f"module '{name}'" for name in runtime.names] + [
-            f"parameter '{name}' {list(p.shape)}, {p.dtype}, requires_grad={p.requires_grad}, on partition {home}" for name, p, home in runtime.parameters
+            f"parameter '{name}' {list(p.shape)}, {p.dtype}, requires_grad={p.requires_grad}, on partition {home}"
+            for name, p, home in runtime.parameters
         ]
         topology = state.require_topology()
         for rank, theirs in zip(topology.group("pp"), self._allgather(mine), strict=True):
@@ -168,11 +180,15 @@ class DistributedModel(nn.Module):
             SMPUsageError: outside a step with more than one partition, or a gradient is missing.
         """
         if self._needs_step() and not _C.in_frame():
-            raise SMPUsageError("model.backward was called outside a step: call it in the function that is decorated with @smp.step")
+            raise SMPUsageError(
+                "model.backward was called outside a step: call it in the function that is decorated with @smp.step"
+            )
         roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         given = [grad_tensors] if isinstance(grad_tensors, torch.Tensor) else list(grad_tensors or [None] * len(roots))
         if len(given) != len(roots):
-            raise SMPUsageError(f"model.backward got {len(roots)} tensors but {len(given)} grad_tensors: one is needed for each")
+            raise SMPUsageError(
+                f"model.backward got {len(roots)} tensors but {len(given)} grad_tensors: one is needed for each"
+            )
         count = state.require_cfg().microbatches if self._average and state.microbatch is not None else 1
         gradients = []
         with torch.no_grad():
@@ -232,11 +248,15 @@ class DistributedModel(nn.Module):
         """Buffers of this rank's partition."""
         return (buffer for _, buffer in self._local("buffer"))
 
-    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
         """All parameters under the user's model's own names; those of other ranks have a shape but no data."""
         return self.module.named_parameters(prefix, recurse, remove_duplicate)
 
-    def named_buffers(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """All buffers under the user's model's own names."""
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
@@ -268,7 +288,9 @@ class DistributedModel(nn.Module):
         result[PARTIAL_KEY] = True
         return result
 
-    def state_dict(self, *args: Any, gather_to_rank0: bool = False, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(  # type: ignore[override]
+        self, *args: Any, gather_to_rank0: bool = False, **kwargs: Any
+    ) -> dict[str, Any]:
         """The whole model's state under the user's model's own names. Collective over the ranks of the model.
 
         Args:
@@ -279,7 +301,9 @@ class DistributedModel(nn.Module):
             return whole
         prefix, homes, here = kwargs.get("prefix", ""), self._home_of_key(self._runtime), self._runtime.partition
         merged: dict[str, Any] = {}
-        for part in self._allgather({key: value for key, value in whole.items() if homes.get(key.removeprefix(prefix), 0) == here}):
+        for part in self._allgather(
+            {key: value for key, value in whole.items() if homes.get(key.removeprefix(prefix), 0) == here}
+        ):
             merged.update(part)
         if gather_to_rank0 and here != 0:
             return {}
@@ -287,7 +311,7 @@ class DistributedModel(nn.Module):
             whole[key] = merged[key]
         return whole
 
-    def load_state_dict(  # type: ignore[override]
+    def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, same_partition_load: bool = False
     ) -> Any:
         """Loads a whole state dict, or the partial ones of all ranks (collective then).
@@ -318,8 +342,16 @@ class DistributedModel(nn.Module):
         missing = [key for key in expected if key in wanted and key not in entries]
         unexpected = [key for key in entries if key not in expected]
         # Shapes of all entries, not only of the own ones: where every rank raises, none waits for another.
-        shapes = {key: (tuple(entries[key].shape), tuple(value.shape)) for key, value in expected.items() if _are_tensors(entries.get(key), value)}
-        misfits = [f"'{key}' is {given}, not {wanted_shape}" for key, (given, wanted_shape) in shapes.items() if given != wanted_shape]
+        shapes = {
+            key: (tuple(entries[key].shape), tuple(value.shape))
+            for key, value in expected.items()
+            if _are_tensors(entries.get(key), value)
+        }
+        misfits = [
+            f"'{key}' is {given}, not {wanted_shape}"
+            for key, (given, wanted_shape) in shapes.items()
+            if given != wanted_shape
+        ]
         if misfits or (strict and (missing or unexpected)):
             raise RuntimeError(
                 f"load_state_dict of {type(self.module).__name__}: missing keys {missing}, unexpected keys {unexpected}, other shapes: "

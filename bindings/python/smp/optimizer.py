@@ -41,7 +41,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # The base class is not initialised: it would keep a second list of parameters. All state is the wrapped optimizer's.
         state.require_topology()
         if isinstance(optimizer, DistributedOptimizer) or not isinstance(optimizer, torch.optim.Optimizer):
-            raise SMPUsageError(f"DistributedOptimizer got {type(optimizer).__name__}: it wraps a torch.optim.Optimizer, once")
+            raise SMPUsageError(
+                f"DistributedOptimizer got {type(optimizer).__name__}: it wraps a torch.optim.Optimizer, once"
+            )
         self.optimizer = optimizer
 
     def __getattr__(self, name: str) -> Any:
@@ -59,7 +61,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return f"DistributedOptimizer({self.optimizer!r})"
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         """The wrapped optimizer's groups, themselves: schedulers write to them."""
         return self.optimizer.param_groups
 
@@ -84,7 +86,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             SMPUsageError: inside a step function, where gradients are not complete.
         """
         if state.step is not None:
-            raise SMPUsageError("optimizer.step() was called inside a step: gradients are complete when the step has returned; call it after")
+            raise SMPUsageError(
+                "optimizer.step() was called inside a step: gradients are complete when the step has returned; call it after"
+            )
         return self.optimizer.step() if closure is None else self.optimizer.step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

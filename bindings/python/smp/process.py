@@ -89,7 +89,9 @@ def init(config: Mapping[str, Any] | None = None) -> None:
         >>> smp.init({"partitions": 2, "microbatches": 8})
     """
     if state.initialized:
-        raise SMPUsageError("smp.init was called twice: once is enough; smp.shutdown() forgets the model and the configuration before another")
+        raise SMPUsageError(
+            "smp.init was called twice: once is enough; smp.shutdown() forgets the model and the configuration before another"
+        )
     cfg = load_config(config)
     _process.start()
     transport = _process.transport

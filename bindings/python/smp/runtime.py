@@ -46,14 +46,17 @@ def reraise(failure: _C.Failure, cause: BaseException | None = None) -> NoReturn
     if failure.microbatch >= 0:
         where += f", microbatch {failure.microbatch}"
     where += f", {failure.where or 'in the step function'}"
-    error: BaseException
+    ended = f"smp: this ended step {failure.step} on all ranks; it was raised on {where}"
     try:
-        error = pickle.loads(failure.payload) if failure.payload else SMPFailureError(failure.message)
+        error: BaseException | None = pickle.loads(failure.payload) if failure.payload else None
     except Exception:
+        error = None
+    if error is not None:
+        ended += f":\n{failure.message}"
+    else:
         error = SMPFailureError(failure.message)
-    if not failure.payload and "\n" not in failure.message:
-        raise error from cause
-    error.add_note(f"smp: this ended step {failure.step} on all ranks; it was raised on {where}:\n{failure.message}")
+    if failure.payload or failure.where or failure.microbatch >= 0:  # else the message itself says where
+        error.add_note(ended)
     raise error from cause
 
 
@@ -63,7 +66,9 @@ class _Host:
     def __init__(self, runtime: "Runtime") -> None:
         self._runtime = runtime
 
-    def run(self, index: int, tree: bytes, tensors: list[torch.Tensor], training: bytes) -> tuple[bytes, list[torch.Tensor]]:
+    def run(
+        self, index: int, tree: bytes, tensors: list[torch.Tensor], training: bytes
+    ) -> tuple[bytes, list[torch.Tensor]]:
         runtime = self._runtime
         for module, flag in zip(runtime.subtrees[index], training, strict=True):
             if module.training != bool(flag):
@@ -120,7 +125,7 @@ class Runtime:
         self.parameters = list(parameters.values())
         self._patched = [m.__dict__.get("forward") for m in self.modules]
         for index, submodule in enumerate(self.modules):
-            submodule.forward = self._shell(index)  # type: ignore[method-assign]
+            submodule.forward = self._shell(index)
         for full_name, parameter, home in self.parameters:
             if home != self.partition:
                 _C.vacate(
@@ -129,7 +134,14 @@ class Runtime:
                     "on its own rank (model.local_parameters()), or all together with model.state_dict()",
                 )
         self.engine = _C.Engine(
-            state.transport, _Host(self), cfg.pipeline, cfg.active_microbatches, topology.group("pp"), infos, self.parameters, next(_generations)
+            state.transport,
+            _Host(self),
+            cfg.pipeline,
+            cfg.active_microbatches,
+            topology.group("pp"),
+            infos,
+            self.parameters,
+            next(_generations),
         )
 
     def _shell(self, index: int) -> Callable[..., Any]:
@@ -147,7 +159,9 @@ class Runtime:
         return forward
 
     def _call(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tree, tensors = trees.pack((args, kwargs), self.module_numbers, f"the arguments of module {self.names[index]!r}")
+        tree, tensors = trees.pack(
+            (args, kwargs), self.module_numbers, f"the arguments of module {self.names[index]!r}"
+        )
         training = bytes([m.training for m in self.subtrees[index]])
         tree, tensors = self.engine.call(index, tree, tensors, training)
         return trees.unpack(tree, tensors, self.modules)

@@ -62,7 +62,9 @@ class Splitter:
         SMPUsageError: a name is no argument of the function.
     """
 
-    def __init__(self, function: Callable[..., Any], non_split_inputs: Collection[str], input_split_axes: Mapping[str, int]) -> None:
+    def __init__(
+        self, function: Callable[..., Any], non_split_inputs: Collection[str], input_split_axes: Mapping[str, int]
+    ) -> None:
         self._signature = inspect.signature(function)
         self._whole = frozenset(non_split_inputs)
         self._axes = dict(input_split_axes)
@@ -75,7 +77,9 @@ class Splitter:
                     f"{', '.join(self._signature.parameters) or 'none'}"
                 )
 
-    def microbatch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], index: int, count: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def microbatch(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], index: int, count: int
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of microbatch `index` of `count`. Tensors are views of the whole ones.
 
         Raises:

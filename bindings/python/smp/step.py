@@ -1,8 +1,10 @@
 """`@smp.step`: runs a function once for each microbatch, over all partitions."""
 
+import contextlib
 import functools
 import pickle
-from collections.abc import Callable, Collection, Mapping
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, overload
 
 import torch
@@ -13,6 +15,21 @@ from .runtime import Runtime, StepAborted, describe_error, reraise
 from .split import Splitter
 from .state import state
 from .step_output import merge
+
+
+# The issuing thread and the one that runs modules share the interpreter's lock on partition 0. With Python's default of 5 ms
+# each operator of a module could wait that long for the lock.
+_SWITCH_INTERVAL_S = 5e-5
+
+
+@contextlib.contextmanager
+def _short_switch_interval() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 class StepFunction:
@@ -55,7 +72,8 @@ class StepFunction:
             if runtime is None:
                 return merge([self._run_plain(args, kwargs, i, cfg.microbatches) for i in range(cfg.microbatches)])
             if runtime.partition == 0:
-                return self._drive(runtime, args, kwargs, cfg.microbatches)
+                with _short_switch_interval():
+                    return self._drive(runtime, args, kwargs, cfg.microbatches)
             return self._follow(runtime)
         finally:
             state.step = state.microbatch = None
@@ -124,7 +142,10 @@ def step(function: Callable[..., Any], /) -> StepFunction: ...
 
 @overload
 def step(
-    *, non_split_inputs: Collection[str] = (), input_split_axes: Mapping[str, int] | None = None, detach_outputs: bool = True
+    *,
+    non_split_inputs: Collection[str] = (),
+    input_split_axes: Mapping[str, int] | None = None,
+    detach_outputs: bool = True,
 ) -> Callable[[Callable[..., Any]], StepFunction]: ...
 
 

@@ -177,22 +177,19 @@ TEST_F(EngineFailure, a_rank_that_computes_when_the_step_is_aborted_drops_what_i
                  return {in[0] * 2};
                }});
   Cluster cluster(spec, 2);
-  const auto errors = cluster.try_step(
-      [&](Model& model, int) -> Tensors {
-        std::thread([&] {
-          while (!computing) {
-            std::this_thread::yield();
-          }
-          Failure failure;
-          failure.step = 1;
-          failure.rank = 0;
-          failure.message = "stop now";
-          cluster.engine(0).abort(failure);
-        }).join();
-        return model.call("slow", {data_[0]});
-      },
-      1);
+  std::thread aborting([&] {
+    while (!computing) {
+      std::this_thread::yield();
+    }
+    Failure failure;
+    failure.step = 1;
+    failure.rank = 0;
+    failure.message = "stop now";
+    cluster.engine(0).abort(failure);
+  });
+  const auto errors = cluster.try_step([&](Model& model, int) { return model.call("slow", {data_[0]}); }, 1);
   go_on = true;
+  aborting.join();
   expect_all_say(errors, {"stop now"});
   expect_good_step(cluster);
 }

@@ -208,8 +208,9 @@ class Cluster {
         options.parameters.push_back({p.name, p.value, p.home});
       }
       for (const auto& m : spec.modules) {
-        ModuleInfo info{m.name, m.home, spec.is_container(m.name), m.ordered, {}};
+        ModuleInfo info{m.name, m.home, spec.is_container(m.name), false, {}};
         for (auto below : spec.subtree(m.name)) {
+          info.ordered |= spec.modules[below].ordered;
           for (const auto& name : spec.modules[below].parameters) {
             const auto it = std::find_if(spec.parameters.begin(), spec.parameters.end(), [&](const auto& p) { return p.name == name; });
             info.parameters.push_back(static_cast<int>(it - spec.parameters.begin()));

@@ -25,7 +25,10 @@ ModelSpec nested_spec() {
                {},
                /*ordered=*/true});
   spec.module({"inner", 0, [](Model& model, const Tensors& in) { return Tensors{model("c", model("count", model("b", in[0]))) + in[0]}; }, {}, {"b", "c", "count"}});
-  spec.module({"outer", 1, [](Model& model, const Tensors& in) { return Tensors{model("inner", model("a", in[0]) * 2) + model("c", in[0])}; }, {}, {"inner", "a", "c"}});
+  spec.module({"outer", 1, [](Model& model, const Tensors& in) {
+                 const auto x = in[0] * 2;  // read once: three readers of a tensor may be summed in another order
+                 return Tensors{model("inner", model("a", x)) + model("c", x)};
+               }, {}, {"inner", "a", "c"}});
   return spec;
 }
 

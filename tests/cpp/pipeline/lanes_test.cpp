@@ -22,11 +22,17 @@ class LanesTest : public ::testing::Test {
     lanes_.push({frame, 0, microbatch, kStep, outermost, std::move(ancestors), std::move(body)});
   }
   /// A CALL, told apart by its number.
-  static Call call(std::int32_t number, std::int64_t ticket = -1, std::int32_t module = 0) {
+  static Call call(std::int32_t number, std::int64_t ticket = -1, std::int32_t module = 0, std::uint64_t context = 0) {
     Call body;
     body.module = module;
     body.call = static_cast<ValueId>(number);
     body.ticket = ticket;
+    body.context = context;
+    return body;
+  }
+  static Backward backward(ValueId of_call) {
+    Backward body;
+    body.call = of_call;
     return body;
   }
   std::optional<Instruction> take() { return lanes_.take(values_); }
@@ -36,7 +42,7 @@ class LanesTest : public ::testing::Test {
     if (!taken) {
       return "nothing";
     }
-    lanes_.finish(*taken);
+    lanes_.finish(*taken, 1.0);
     const auto* of_call = std::get_if<Call>(&taken->body);
     return of_call != nullptr ? "CALL " + std::to_string(of_call->call) : taken->name();
   }
@@ -44,7 +50,7 @@ class LanesTest : public ::testing::Test {
 
 TEST_F(LanesTest, a_lane_keeps_its_order) {
   push(1, call(1));
-  push(1, Backward{50});
+  push(1, backward(50));
   push(1, call(2));
   values_.store(50, at::ones({}), trash_);
   EXPECT_EQ(run(), "CALL 1");
@@ -60,7 +66,7 @@ TEST_F(LanesTest, a_lane_runs_one_instruction_at_a_time) {
   ASSERT_TRUE(first);
   EXPECT_FALSE(take());
   EXPECT_EQ(lanes_.size(), 2U);
-  lanes_.finish(*first);
+  lanes_.finish(*first, 1.0);
   EXPECT_EQ(run(), "CALL 2");
   EXPECT_EQ(lanes_.size(), 0U);
 }
@@ -79,7 +85,7 @@ TEST_F(LanesTest, a_waiting_head_blocks_only_its_own_lane) {
 TEST_F(LanesTest, the_most_urgent_head_goes_first) {
   values_.store(50, at::ones({}), trash_);
   push(1, call(1), 0);
-  push(2, Backward{50}, 1);
+  push(2, backward(50), 1);
   push(3, Op{}, 0);
   push(4, Send{50, 1, 51}, 1);
   EXPECT_EQ(run(), "SEND");
@@ -91,9 +97,24 @@ TEST_F(LanesTest, the_most_urgent_head_goes_first) {
 TEST_F(LanesTest, simple_runs_forwards_before_backwards) {
   lanes_ = Lanes(Policy::kSimple, 0, 2);
   values_.store(50, at::ones({}), trash_);
-  push(1, Backward{50}, 0);
+  push(1, backward(50), 0);
   push(2, call(1), 100);
   EXPECT_EQ(run(), "CALL 1");
+  EXPECT_EQ(run(), "BACKWARD");
+}
+
+TEST_F(LanesTest, what_is_brief_beside_the_others_goes_first) {
+  values_.store(50, at::ones({}), trash_);
+  push(1, backward(50));
+  push(1, call(1, -1, /*module=*/1));
+  for (const double took_ms : {100.0, 1.0}) {  // what each kind takes is learnt
+    const auto taken = take();
+    ASSERT_TRUE(taken);
+    lanes_.finish(*taken, took_ms);
+  }
+  push(1, backward(50), 0);
+  push(2, call(2, -1, /*module=*/1), 1);
+  EXPECT_EQ(run(), "CALL 2");
   EXPECT_EQ(run(), "BACKWARD");
 }
 
@@ -116,7 +137,7 @@ TEST_F(LanesTest, calls_beyond_the_admission_limit_wait_until_a_microbatch_is_fi
 
 TEST_F(LanesTest, only_calls_are_held_back_by_the_admission_limit) {
   values_.store(50, at::ones({}), trash_);
-  push(1, Backward{50}, 100);
+  push(1, backward(50), 100);
   push(2, Op{}, 100);
   EXPECT_EQ(run(), "BACKWARD");
   EXPECT_EQ(run(), "OP");
@@ -133,9 +154,9 @@ TEST_F(LanesTest, tickets_order_the_calls_of_a_module) {
   EXPECT_EQ(run(), "CALL 4");
 }
 
-TEST_F(LanesTest, tickets_of_different_issuers_are_apart_and_start_again_with_a_step) {
+TEST_F(LanesTest, tickets_of_different_contexts_are_apart_and_start_again_with_a_step) {
   push(1, call(1, 0));
-  lanes_.push({2, 1, 0, kStep, true, {}, call(2, 0)});
+  push(2, call(2, 0, 0, /*context=*/7));
   EXPECT_EQ(run(), "CALL 1");
   EXPECT_EQ(run(), "CALL 2");
   push(1, call(3, 0));
@@ -151,7 +172,7 @@ TEST_F(LanesTest, the_end_waits_for_the_frames_that_the_lane_opened) {
   ASSERT_TRUE(container);
   lanes_.open_nested(1);
   lanes_.open_nested(1);
-  lanes_.finish(*container);
+  lanes_.finish(*container, 1.0);
   EXPECT_EQ(run(), "nothing");
   lanes_.close_nested(1);
   EXPECT_EQ(run(), "nothing");
@@ -207,7 +228,7 @@ TEST_F(LanesTest, clear_hands_out_what_waits_and_forgets_what_runs) {
   ASSERT_TRUE(running);
   EXPECT_EQ(lanes_.clear().size(), 2U);
   EXPECT_EQ(lanes_.size(), 0U);
-  lanes_.finish(*running);
+  lanes_.finish(*running, 1.0);
   lanes_.close_nested(1);
   EXPECT_EQ(lanes_.size(), 0U);
 }

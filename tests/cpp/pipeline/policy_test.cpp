@@ -44,7 +44,28 @@ TEST(Policy, chooses_as_the_table_says) {
       {"the lower microbatch of two backwards", {{kBackward, 2, 0}, {kBackward, 1, 1}}, 1, 1},
       {"the first that came of two equal ones", {{kForward, 1, 5}, {kForward, 1, 4}, {kForward, 1, 6}}, 1, 1},
       {"all kinds at once", {{kForward, 0, 0}, {kOperator, 0, 1}, {kBackward, 0, 2}, {kTransfer, 0, 3}}, 3, 3},
+      {"a brief forward before a long backward", {{kBackward, 0, 0, 40}, {kForward, 3, 1, 4}}, 1, 1},
+      {"an eighth is not brief", {{kBackward, 0, 0, 40}, {kForward, 3, 1, 5}}, 0, 1},
+      {"what has not run yet is not brief", {{kBackward, 0, 0, 40}, {kForward, 3, 1, kUnknownCost}}, 0, 1},
+      {"the usual order among brief ones", {{kForward, 0, 0, 1}, {kBackward, 5, 1, 2}, {kBackward, 0, 2, 40}}, 1, 0},
+      {"a forward that continues before a backward", {{kBackward, 0, 0, 9}, {kForward, 3, 1, 8, true}}, 1, 1},
+      {"a brief one before one that continues", {{kBackward, 0, 0, 90, true}, {kForward, 3, 1, 1}}, 1, 1},
       {"all but transfers", {{kForward, 0, 0}, {kBackward, 0, 2}, {kOperator, 0, 1}}, 1, 2},
+  };
+  for (const auto& row : table) {
+    EXPECT_EQ(choose(Policy::kInterleaved, row.ready), row.interleaved) << row.what;
+    EXPECT_EQ(choose(Policy::kSimple, row.ready), row.simple) << row.what;
+  }
+}
+
+TEST(Policy, what_takes_under_an_eighth_of_the_longest_goes_first) {
+  using enum Urgency;
+  const std::vector<Row> table{
+      {"a brief forward before a backward", {{kBackward, 0, 0, 80.0}, {kForward, 3, 1, 9.0}}, 1, 1},
+      {"an eighth is not brief", {{kBackward, 0, 0, 80.0}, {kForward, 3, 1, 10.0}}, 0, 1},
+      {"brief ones among themselves", {{kForward, 0, 0, 1.0}, {kBackward, 1, 1, 1.0}, {kBackward, 0, 2, 80.0}}, 1, 0},
+      {"unknown costs are not brief", {{kBackward, 0, 0, 80.0}, {kForward, 0, 1, kUnknownCost}}, 0, 1},
+      {"nothing is brief beside unknown costs", {{kBackward, 0, 0, kUnknownCost}, {kForward, 0, 1, 0.001}}, 0, 1},
   };
   for (const auto& row : table) {
     EXPECT_EQ(choose(Policy::kInterleaved, row.ready), row.interleaved) << row.what;

@@ -74,6 +74,7 @@ TEST(WireOfInstruction, call_keeps_all_its_fields) {
   call.modes = {false, true, false, c10::ScalarType::Half};
   call.training = std::string("\1\0", 2);
   call.ticket = 4;
+  call.context = 6;
   call.report = true;
   call.expected = 99;
   call.mutated = {2};
@@ -97,6 +98,7 @@ TEST(WireOfInstruction, call_keeps_all_its_fields) {
   EXPECT_EQ(body.modes.autocast_dtype, c10::ScalarType::Half);
   EXPECT_EQ(body.training, call.training);
   EXPECT_EQ(body.ticket, 4);
+  EXPECT_EQ(body.context, 6U);
   EXPECT_TRUE(body.report);
   EXPECT_EQ(body.expected, 99U);
   EXPECT_EQ(body.mutated, call.mutated);
@@ -108,7 +110,7 @@ TEST(WireOfInstruction, every_kind_keeps_its_name_and_its_needs) {
   const std::vector<std::pair<Body, std::vector<ValueId>>> cases{
       {call, {1, 2}},
       {Op{"aten::add", "Tensor", "bytes", {3, 4}, {3}, {5, 0}, 6}, {3, 4}},
-      {Backward{7, {0, 8}, {9, 0}, 2, true}, {7, 8}},
+      {Backward{7, 1, {0, 8}, {9, 0}, 2, true}, {7, 8}},
       {Lift{1, 10, 11}, {}},
       {Accumulate{12, 13, 3, true}, {12, 13}},
       {Send{14, 1, 15}, {14}},

@@ -85,15 +85,15 @@ TEST(Pacing, depends_on_what_the_rank_does) {
     microseconds expected;
   };
   const Case cases[] = {
-      {{.busy = true}, microseconds(70)},
-      {{.busy = true, .transferring = true}, microseconds(20)},
-      {{.busy = true, .quiet_for = 10s}, microseconds(70)},
+      {{.busy = true}, microseconds(300)},
+      {{.busy = true, .transferring = true}, microseconds(50)},
+      {{.busy = true, .quiet_for = 10s}, microseconds(300)},
       {{.quiet_for = 0s}, microseconds(0)},
       {{.transferring = true}, microseconds(0)},
       {{.crowded = true}, microseconds(20)},
-      {{.quiet_for = 199ms}, microseconds(0)},
-      {{.quiet_for = 200ms}, microseconds(50)},
-      {{.quiet_for = 400ms}, microseconds(250)},
+      {{.quiet_for = microseconds(999)}, microseconds(0)},
+      {{.quiet_for = 1ms}, microseconds(20)},
+      {{.quiet_for = 11ms}, microseconds(120)},
       {{.quiet_for = 10s}, microseconds(500)},
       {{.crowded = true, .quiet_for = 10s}, microseconds(500)},
   };

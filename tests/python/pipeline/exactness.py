@@ -3,9 +3,10 @@
 from typing import Any
 
 import models
-import smp
 import torch
 from training_case import TrainingResult, make_optimizer, plain_training
+
+import smp
 
 STEPS = 3
 
@@ -16,11 +17,21 @@ def place(model: torch.nn.Module, homes: dict[str, int]) -> None:
         smp.set_partition(module, homes[name])
 
 
-def train(name: str, partitions: int, microbatches: int, pipeline: str, steps: int = STEPS) -> tuple[TrainingResult, dict[str, Any]]:
+def train(
+    name: str, partitions: int, microbatches: int, pipeline: str, steps: int = STEPS
+) -> tuple[TrainingResult, dict[str, Any]]:
     """Trains a case with the library. Gradients are this rank's, weights and buffers everybody's; the facts are for assertions."""
     case = models.BUILDERS[name]()
     homes = case.homes[partitions] if partitions > 1 else None
-    smp.init({"partitions": partitions, "microbatches": microbatches, "pipeline": pipeline, "auto_partition": homes is None, "default_partition": 0})
+    smp.init(
+        {
+            "partitions": partitions,
+            "microbatches": microbatches,
+            "pipeline": pipeline,
+            "auto_partition": homes is None,
+            "default_partition": 0,
+        }
+    )
     optimizer = make_optimizer(case.model.parameters())
     model = smp.DistributedModel(case.model)
     if homes is not None:
@@ -79,7 +90,11 @@ def compare(name: str, partitions: int, microbatches: int, pipeline: str) -> dic
 
     def check(what: str, ours: Any, theirs: Any) -> None:
         if (ours is None) != (theirs is None) or (ours is not None and not torch.equal(ours, theirs)):
-            gap = "None against a tensor" if ours is None or theirs is None else float((ours.float() - theirs.float()).abs().max())
+            gap = (
+                "None against a tensor"
+                if ours is None or theirs is None
+                else float((ours.float() - theirs.float()).abs().max())
+            )
             differences.append((what, gap))
 
     for step in range(STEPS):
@@ -93,4 +108,9 @@ def compare(name: str, partitions: int, microbatches: int, pipeline: str) -> dic
         if key in result.buffers:
             check(f"buffer {key}", result.buffers[key], theirs)
     nonzero = sum(bool(g is not None and g.abs().sum() > 0) for g in result.gradients[0].values())
-    return {"differences": differences, "facts": facts, "nonzero_gradients": nonzero, "local_parameters": len(result.gradients[0])}
+    return {
+        "differences": differences,
+        "facts": facts,
+        "nonzero_gradients": nonzero,
+        "local_parameters": len(result.gradients[0]),
+    }

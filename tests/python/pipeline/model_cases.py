@@ -8,16 +8,19 @@ import threading
 from typing import Any
 
 import models
-import smp
 import torch
 from small_net import Net, distribute, job, make_batch, make_net, plain_step, raised, train_step
 from torch import nn
+
+import smp
 
 
 def names(module: Any, local: bool = False) -> dict[str, list[str]]:
     """Names of modules, parameters and buffers."""
     start = "local_named_" if local else "named_"
-    return {kind: [name for name, _ in getattr(module, start + kind)()] for kind in ("modules", "parameters", "buffers")}
+    return {
+        kind: [name for name, _ in getattr(module, start + kind)()] for kind in ("modules", "parameters", "buffers")
+    }
 
 
 def small_job(partitions: int) -> tuple[nn.Module, smp.DistributedModel]:
@@ -150,7 +153,9 @@ def state_errors(partitions: int) -> dict[str, Any]:
         local = model.local_state_dict()
         local.pop(next(iter(local)))
         facts["partial"] = raised(model.load_state_dict, local, same_partition_load=True)
-        facts["unhurt"] = equals(dict(model.named_parameters()), dict(make_net().named_parameters())) if partitions == 1 else True
+        facts["unhurt"] = (
+            equals(dict(model.named_parameters()), dict(make_net().named_parameters())) if partitions == 1 else True
+        )
     return facts
 
 
@@ -198,7 +203,14 @@ def reads_of_a_parameter_elsewhere() -> dict[str, Any]:
         model = distribute(net)
         train_step(model, *make_batch())
         facts["bytes"] = weight.untyped_storage().nbytes()
-        facts["kept"] = [net.first.weight is weight, tuple(weight.shape), weight.dtype, weight.requires_grad, weight.numel(), weight.stride()]
+        facts["kept"] = [
+            net.first.weight is weight,
+            tuple(weight.shape),
+            weight.dtype,
+            weight.requires_grad,
+            weight.numel(),
+            weight.stride(),
+        ]
         facts["gradient"] = weight.grad is not None
         if smp.rank() == 1:
             facts["reads"] = {name: raised(read, weight) for name, read in READS.items()}
@@ -274,7 +286,13 @@ def models_that_differ() -> dict[str, tuple[str, str]]:
     def double() -> Net:
         return make_net().double()
 
-    cases = {"shape": (Net, Wider), "more": (Net, Longer), "name": (Renamed, RenamedElsewhere), "frozen": (Net, frozen), "dtype": (Net, double)}
+    cases = {
+        "shape": (Net, Wider),
+        "more": (Net, Longer),
+        "name": (Renamed, RenamedElsewhere),
+        "frozen": (Net, frozen),
+        "dtype": (Net, double),
+    }
     messages = {}
     for name, builders in cases.items():
         with job():

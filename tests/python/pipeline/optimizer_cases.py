@@ -4,10 +4,11 @@ import copy
 import math
 from typing import Any
 
-import smp
 import torch
 import torch.nn.functional as F
 from small_net import distribute, job, make_batch, make_net, plain_step, raised, train_step
+
+import smp
 
 LEARNING_RATE = 0.05
 MICROBATCHES = 2
@@ -17,7 +18,10 @@ def groups(net: torch.nn.Module) -> list[dict[str, Any]]:
     """Two groups; the first has no weight decay."""
     parameters = dict(net.named_parameters())
     biases = [p for name, p in parameters.items() if name.endswith("bias")]
-    return [{"params": biases, "weight_decay": 0.0}, {"params": [p for p in parameters.values() if not any(p is q for q in biases)]}]
+    return [
+        {"params": biases, "weight_decay": 0.0},
+        {"params": [p for p in parameters.values() if not any(p is q for q in biases)]},
+    ]
 
 
 def make_adam(net: torch.nn.Module) -> torch.optim.Optimizer:
@@ -56,8 +60,15 @@ def scheduled_training(partitions: int, before: bool) -> dict[str, Any]:
             rates.append(scheduler.get_last_lr() == other_scheduler.get_last_lr())
         facts["rates"] = rates
         facts["cleared"] = all(p.grad is None for p in net.parameters())
-        facts["groups"] = [optimizer.param_groups is inner.param_groups, optimizer.param_groups[0]["lr"] == inner.param_groups[0]["lr"] != LEARNING_RATE]
-        facts["attributes"] = [optimizer.state is inner.state, optimizer.defaults is inner.defaults, "DistributedOptimizer(AdamW" in repr(optimizer)]
+        facts["groups"] = [
+            optimizer.param_groups is inner.param_groups,
+            optimizer.param_groups[0]["lr"] == inner.param_groups[0]["lr"] != LEARNING_RATE,
+        ]
+        facts["attributes"] = [
+            optimizer.state is inner.state,
+            optimizer.defaults is inner.defaults,
+            "DistributedOptimizer(AdamW" in repr(optimizer),
+        ]
         facts["kind"] = isinstance(optimizer, torch.optim.Optimizer)
         facts["state"] = same(optimizer.state_dict(), other.state_dict())
         facts["weights"] = same(dict(model.state_dict()), dict(plain.state_dict()))
@@ -76,7 +87,11 @@ def resumed_training(partitions: int, partial: bool) -> dict[str, Any]:
         model = distribute(net)
         optimizer = smp.DistributedOptimizer(make_adam(net))
         train(model, optimizer, (0, 1))
-        saved = copy.deepcopy([model.local_state_dict(), optimizer.local_state_dict()] if partial else [model.state_dict(), optimizer.state_dict()])
+        saved = copy.deepcopy(
+            [model.local_state_dict(), optimizer.local_state_dict()]
+            if partial
+            else [model.state_dict(), optimizer.state_dict()]
+        )
         train(model, optimizer, (2, 3))
         expected = copy.deepcopy([dict(model.state_dict()), optimizer.state_dict()])
     with job(partitions):
@@ -205,7 +220,9 @@ def refused() -> list[tuple[str, str]]:
             raised(smp.DistributedOptimizer, smp.DistributedOptimizer(inner)),
         ]
         # The options of the FP16 wrapper are accepted in both spellings.
-        smp.DistributedOptimizer(inner, static_loss_scale=None, dynamic_loss_scale=True, dynamic_loss_args={"scale_window": 10})
+        smp.DistributedOptimizer(
+            inner, static_loss_scale=None, dynamic_loss_scale=True, dynamic_loss_args={"scale_window": 10}
+        )
         smp.DistributedOptimizer(inner, dynamic_loss_scale=True, init_scale=2**16)
         copied = copy.deepcopy(smp.DistributedOptimizer(inner))
         assert copied.param_groups[0]["lr"] == 0.1 and copied.optimizer is not inner

@@ -4,10 +4,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import smp
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+import smp
 
 WIDTH = 4
 CLASSES = 3
@@ -61,7 +62,9 @@ def train_step(model: smp.DistributedModel, x: torch.Tensor, y: torch.Tensor) ->
     return loss
 
 
-def plain_step(net: nn.Module, x: torch.Tensor, y: torch.Tensor, microbatches: int = 2, average: bool = True) -> list[torch.Tensor]:
+def plain_step(
+    net: nn.Module, x: torch.Tensor, y: torch.Tensor, microbatches: int = 2, average: bool = True
+) -> list[torch.Tensor]:
     """What `train_step` does, with plain PyTorch: the losses, by microbatch."""
     losses = []
     for part, labels in zip(x.chunk(microbatches), y.chunk(microbatches), strict=True):

@@ -4,11 +4,12 @@ import collections
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import smp
 import torch
 import torch.nn.functional as F
 from small_net import distribute, job, make_batch, make_net, plain_step, raised, train_step
 from transformers.modeling_outputs import CausalLMOutput
+
+import smp
 
 # ---- arguments
 
@@ -44,7 +45,17 @@ def arguments(partitions: int) -> Any:
         names = {"a": x + 1, "b": [x + 2, (x + 3, "text")], "pair": Pair(x, 7), "set": {x + 4}, "none": None}
         if smp.rank() == 0:
             result = take_apart(
-                model, x, x, x, x + 5, "word", boxes=Boxes(x), options=names, scalar=torch.tensor(3.0), last=x, table={"row": x}
+                model,
+                x,
+                x,
+                x,
+                x + 5,
+                "word",
+                boxes=Boxes(x),
+                options=names,
+                scalar=torch.tensor(3.0),
+                last=x,
+                table={"row": x},
             )
         else:
             result = take_apart(None, columns="ignored")
@@ -171,7 +182,7 @@ def attached_outputs(partitions: int) -> Any:
 
 class Trainer:
     @smp.step
-    def without_self(model, x, y):  # noqa: N805: the decorated function never gets the object
+    def without_self(model, x, y):  # noqa: N805
         loss = F.cross_entropy(model(x), y)
         model.backward(loss)
         return loss
@@ -187,7 +198,12 @@ class Trainer:
         return model(x)
 
     def train(self, model, x, y):
-        return [self.without_self(model, x, y), self.outside_static(model, x), self.inside_static(model, x), Trainer.without_self(model, x, y)]
+        return [
+            self.without_self(model, x, y),
+            self.outside_static(model, x),
+            self.inside_static(model, x),
+            Trainer.without_self(model, x, y),
+        ]
 
 
 def attribute_of_a_class(partitions: int) -> Any:
@@ -195,7 +211,9 @@ def attribute_of_a_class(partitions: int) -> Any:
         model = distribute()
         outputs = Trainer().train(model, *make_batch())
         facts = [len(out.outputs) for out in outputs]
-        facts.append([Trainer.without_self.__name__, Trainer.inside_static.__doc__, type(Trainer.without_self).__name__])
+        facts.append(
+            [Trainer.without_self.__name__, Trainer.inside_static.__doc__, type(Trainer.without_self).__name__]
+        )
     return facts
 
 
@@ -211,7 +229,12 @@ def without_a_model() -> Any:
 @smp.step
 def evaluate(model, x, y):
     logits = model(x)
-    return F.cross_entropy(logits, y, reduction="sum").item(), logits.argmax(1), logits.requires_grad, torch.is_grad_enabled()
+    return (
+        F.cross_entropy(logits, y, reduction="sum").item(),
+        logits.argmax(1),
+        logits.requires_grad,
+        torch.is_grad_enabled(),
+    )
 
 
 def evaluation_between_training(partitions: int) -> Any:
@@ -231,7 +254,10 @@ def evaluation_between_training(partitions: int) -> Any:
             x, y = make_batch(100 + size, size)
             with torch.no_grad():
                 total, classes, requires_grad, enabled = evaluate(model, x, y)
-            parts = [F.cross_entropy(plain(a), b, reduction="sum").item() for a, b in zip(x.chunk(2), y.chunk(2), strict=True)]
+            parts = [
+                F.cross_entropy(plain(a), b, reduction="sum").item()
+                for a, b in zip(x.chunk(2), y.chunk(2), strict=True)
+            ]
             losses.append(total == parts and torch.equal(classes.concat(), plain(x).argmax(1)))
             grad_modes += requires_grad + enabled
         equal = [torch.equal(v, plain.state_dict()[k]) for k, v in model.state_dict().items()]
@@ -299,9 +325,13 @@ def misuse(partitions: int) -> dict[str, tuple[str, str]]:
             messages[name] = raised(call, *args)
             model.zero_grad()
             net.norm.reset_running_stats(), plain.norm.reset_running_stats(), plain.zero_grad()
-            assert all(map(torch.equal, train_step(model, x, y).outputs, plain_step(plain, x, y))), f"a step after {name}"
+            assert all(map(torch.equal, train_step(model, x, y).outputs, plain_step(plain, x, y))), (
+                f"a step after {name}"
+            )
             expected = dict(plain.named_parameters())
-            assert all(torch.equal(p.grad, expected[n].grad) for n, p in model.local_named_parameters()), f"gradients after {name}"
+            assert all(torch.equal(p.grad, expected[n].grad) for n, p in model.local_named_parameters()), (
+                f"gradients after {name}"
+            )
         if partitions > 1:
             messages["outside"] = raised(model, x)
             messages["backward outside"] = raised(model.backward, torch.zeros((), requires_grad=True))

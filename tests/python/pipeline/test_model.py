@@ -2,10 +2,11 @@
 
 import model_cases
 import pytest
-import smp
 import torch
 from small_net import Net, job, make_net, raised
 from torch import nn
+
+import smp
 
 PARTITIONS = pytest.mark.parametrize("partitions", [1, 2])
 
@@ -15,6 +16,7 @@ def one_rank():
     """smp in this process."""
     with job(1):
         yield
+
 
 @PARTITIONS
 @pytest.mark.parametrize("kind", sorted(model_cases.JOBS))
@@ -39,7 +41,16 @@ def test_local_iterators_are_disjoint_and_complete_over_ranks(clusters, kind, pa
 @PARTITIONS
 def test_state_dict_is_plain_pytorchs_and_loads_in_every_way(clusters, partitions):
     outcomes = clusters(partitions).run(model_cases.state_round_trips, partitions)
-    whole = ["whole", "prefix", "metadata", "replaced", "same partition", "merged", "whole before the first step", "other placement"]
+    whole = [
+        "whole",
+        "prefix",
+        "metadata",
+        "replaced",
+        "same partition",
+        "merged",
+        "whole before the first step",
+        "other placement",
+    ]
     for rank, outcome in enumerate(outcomes):
         for name in [*whole, "partial before the first step"]:
             assert outcome[name] is True, name
@@ -71,7 +82,11 @@ def test_a_parameter_that_lives_elsewhere_says_so_whatever_reads_it(clusters):
     assert here["kept"] == elsewhere["kept"] == [True, (4, 4), torch.float32, True, 16, (4, 1)]
     assert here["gradient"] and not elsewhere["gradient"]
     assert set(elsewhere["reads"]) == set(model_cases.READS)
-    silent = {name: error for name, error in elsewhere["reads"].items() if "parameter 'first.weight' lives on partition 0" not in error[1]}
+    silent = {
+        name: error
+        for name, error in elsewhere["reads"].items()
+        if "parameter 'first.weight' lives on partition 0" not in error[1]
+    }
     assert silent == {}
     assert "parameter 'first.weight' lives on partition 0" in elsewhere["module"][1]
     assert all("size 0" in message for _, message in elsewhere["pieces"].values()), elsewhere["pieces"]
@@ -104,7 +119,10 @@ def test_ranks_with_different_models_say_where_they_differ(clusters):
     for messages in (first, second):
         for name, text in places.items():
             kind, message = messages[name]
-            assert kind == "SMPUsageError" and "differs from that of rank" in message and text in message, (name, message)
+            assert kind == "SMPUsageError" and "differs from that of rank" in message and text in message, (
+                name,
+                message,
+            )
 
 
 def test_one_partition_is_plain_pytorch(clusters):
@@ -149,7 +167,9 @@ def test_modules_that_cannot_be_taken_apart_are_refused(tmp_path):
 def test_options_are_checked(caplog):
     assert "trace_device is 'tpu'" in raised(smp.DistributedModel, Net(), trace_device="tpu")[1]
     with caplog.at_level("WARNING", logger="smp"):
-        smp.DistributedModel(Net(), trace_device="cpu", trace_execution_times=True, bucket_cap_mb=1, broadcast_buffers=False)
+        smp.DistributedModel(
+            Net(), trace_device="cpu", trace_execution_times=True, bucket_cap_mb=1, broadcast_buffers=False
+        )
     assert [record.message for record in caplog.records] == [
         "trace_execution_times=True has no effect: models are partitioned by the bytes of their parameters"
     ]

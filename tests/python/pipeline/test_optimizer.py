@@ -2,8 +2,9 @@
 
 import optimizer_cases
 import pytest
-import smp
 import torch
+
+import smp
 
 PARTITIONS = pytest.mark.parametrize("partitions", [1, 2])
 

@@ -1,9 +1,10 @@
 """`@smp.step`: what it does with arguments and results, how it may be called, and what it refuses."""
 
 import pytest
-import smp
 import step_cases
 import torch
+
+import smp
 
 PARTITIONS = pytest.mark.parametrize("partitions", [1, 2])
 
@@ -55,7 +56,11 @@ def test_objects_cut_themselves_with_smp_slice(clusters, partitions):
 def test_results_keep_their_containers_on_every_rank(clusters, partitions):
     result = same_on_all(clusters(partitions).run(step_cases.results, partitions))
     kind, message = result.pop("function")
-    assert kind == "SMPUsageError" and "the result of step step_cases.give_function" in message and "must pickle" in message
+    assert (
+        kind == "SMPUsageError"
+        and "the result of step step_cases.give_function" in message
+        and "must pickle" in message
+    )
     assert result == {
         "logits": True,
         "shared": [True] * 4,

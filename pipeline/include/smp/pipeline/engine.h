@@ -34,7 +34,7 @@ struct ModuleInfo {
   std::string name;
   int home = 0;
   bool container = false;
-  bool ordered = false;         // has buffers: its calls keep the order of microbatches
+  bool ordered = false;         // has buffers, its own or below: its calls keep the order of microbatches
   std::vector<int> parameters;  // of its subtree, by index
 };
 
@@ -221,6 +221,7 @@ class Engine {
   const std::shared_ptr<Host> host_;
   EngineOptions options_;
   int partition_ = 0;
+  int num_threads_ = 1;         // for the operators of this rank: those of the thread that made the engine
   bool nested_frames_ = false;  // a container away from partition 0: its frames may use any rank
   std::unordered_map<const c10::TensorImpl*, int> parameter_index_;
   GradientSums sums_;
@@ -251,7 +252,7 @@ class Engine {
 
   std::unordered_map<std::string, CallReport> reports_;
   std::string frozen_;  // requires_grad of every parameter when reports_ were made
-  std::map<std::int32_t, std::int64_t> tickets_;
+  std::map<std::pair<std::int32_t, std::uint64_t>, std::int64_t> tickets_;  // the next, by module and context
 
   std::vector<std::thread> executors_;
   int idle_executors_ = 0;

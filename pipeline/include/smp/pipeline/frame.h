@@ -31,6 +31,7 @@ struct Frame {
   bool outermost = false;
   FrameId parent = 0;                // lane of the instruction that opened it
   std::vector<FrameId> ancestors;
+  std::uint64_t context = 0;         // of the calls that it issues
   std::int64_t pass = 0;             // that the BACKWARD which opened it belongs to; 0: its own calls of backward count
   std::vector<ValueId> borrowed;     // values of this rank that it was lent
   std::vector<std::uint8_t> issued;  // for each rank: did it get an instruction

@@ -37,7 +37,8 @@ struct Call {
   std::vector<std::uint8_t> wants;  // which inputs need a gradient
   Modes modes;
   std::string training;         // a byte for each module of the subtree
-  std::int64_t ticket = -1;     // position among the calls of a module with buffers; -1: any order
+  std::int64_t ticket = -1;     // position among the calls of a module with buffers in this context; -1: any order
+  std::uint64_t context = 0;    // the containers, from the step function down, whose frame calls
   bool report = false;          // the issuer does not know yet what comes out, and waits for it
   std::uint64_t expected = 0;   // else: hash of the report that it relies on
   std::vector<ValueId> mutated;  // inputs that the call is known to change in place
@@ -46,7 +47,7 @@ struct Call {
   void fields(Archive& archive) {
     archive(module, call, results, tree, inputs, wants);
     modes.fields(archive);
-    archive(training, ticket, report, expected, mutated);
+    archive(training, ticket, context, report, expected, mutated);
   }
 };
 
@@ -69,6 +70,7 @@ struct Op {
 /// Runs real autograd of one call, and stores the gradients of its inputs.
 struct Backward {
   ValueId call = 0;
+  std::int32_t module = 0;
   std::vector<ValueId> gradients;  // one for each output; 0: none
   std::vector<ValueId> results;    // one for each input; 0: not wanted
   std::int64_t pass = 0;           // the user's call of backward that this belongs to
@@ -76,7 +78,7 @@ struct Backward {
 
   template <typename Archive>
   void fields(Archive& archive) {
-    archive(call, gradients, results, pass, keep_graph);
+    archive(call, module, gradients, results, pass, keep_graph);
   }
 };
 

@@ -30,8 +30,8 @@ class Lanes {
 
   /// Takes the most urgent instruction that can run (its lane is then busy), or nothing.
   std::optional<Instruction> take(const ValueTable& values);
-  /// The instruction that take() gave has run.
-  void finish(const Instruction& instruction);
+  /// The instruction that take() gave has run, in so many milliseconds.
+  void finish(const Instruction& instruction, double took_ms);
 
   /// A frame was opened by an instruction of lane `parent` / is done.
   void open_nested(FrameId parent) { ++lanes_[parent].open_nested; }
@@ -57,15 +57,18 @@ class Lanes {
   };
 
   [[nodiscard]] bool can_run(const Lane& lane, const ValueTable& values) const;
+  [[nodiscard]] double cost_ms(const Instruction& instruction) const;
 
   Policy policy_;
   int partition_;
   int partitions_;
   std::unordered_map<FrameId, Lane> lanes_;
   std::uint64_t arrivals_ = 0;
+  FrameId last_lane_ = 0;  // of the call or backward that ran last
   std::int32_t lowest_unfinished_ = 0;
   std::set<std::int32_t> finished_;
-  std::map<std::pair<std::int32_t, std::int32_t>, std::int64_t> next_ticket_;  // by module and issuer
+  std::map<std::pair<std::int32_t, std::uint64_t>, std::int64_t> next_ticket_;  // by module and context
+  std::map<std::pair<std::size_t, std::int32_t>, double> costs_ms_;            // running mean, by kind of instruction and module
 };
 
 }  // namespace smp::pipeline

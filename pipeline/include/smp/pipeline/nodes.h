@@ -16,14 +16,16 @@ namespace smp::pipeline {
 ///   inputs ──► CallNode ──► outputs (and inputs that the call changed)
 class CallNode final : public torch::autograd::Node {
  public:
-  CallNode(Handle call, std::vector<std::uint8_t> wants, std::vector<TensorMeta> inputs, std::vector<std::uint8_t> reach)
-      : call_(std::move(call)), wants_(std::move(wants)), inputs_(std::move(inputs)), reach_(std::move(reach)) {}
+  CallNode(Handle call, std::int32_t module, std::vector<std::uint8_t> wants, std::vector<TensorMeta> inputs,
+           std::vector<std::uint8_t> reach)
+      : call_(std::move(call)), module_(module), wants_(std::move(wants)), inputs_(std::move(inputs)), reach_(std::move(reach)) {}
   torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override;
   void release_variables() override { released_ = true; }
   [[nodiscard]] std::string name() const override { return "smp::CallNode"; }
 
  private:
   Handle call_;
+  std::int32_t module_;
   std::vector<std::uint8_t> wants_;
   std::vector<TensorMeta> inputs_;
   std::vector<std::uint8_t> reach_;

@@ -21,9 +21,14 @@ struct Candidate {
   Urgency urgency;
   std::int32_t microbatch;
   std::uint64_t arrival;
+  double cost_ms = 0;      // what it is expected to take; kUnknownCost before it has run
+  bool continues = false;  // it follows, in its lane, what this rank ran last
 };
+inline constexpr double kUnknownCost = -1;
 
-/// Index of the candidate to run. Precondition: candidates is not empty.
+/// Index of the candidate to run. What is brief beside the longest candidate goes first: another rank may wait for it (a head
+/// that is tied to the embedding, say), and it delays the others little. Then what continues, since the next rank waits for
+/// the end of a run of layers and not for a part of it. Precondition: candidates is not empty.
 std::size_t choose(Policy policy, const std::vector<Candidate>& candidates);
 
 /// The first microbatch that rank `partition` may not take up yet while `lowest_unfinished` is the lowest one that it has not

@@ -13,24 +13,26 @@ struct Pace {
   std::chrono::microseconds quiet_for{0};  ///< since something was sent or received, or the rank began to wait
 };
 
-inline constexpr std::chrono::microseconds kBusyPause{70};
-inline constexpr std::chrono::microseconds kTransferPause{20};
+/// A rank that computes needs nothing at once: each look takes a core from a thread that computes.
+inline constexpr std::chrono::microseconds kBusyPause{300};
+inline constexpr std::chrono::microseconds kTransferPause{50};
 inline constexpr std::chrono::microseconds kCrowdedPause{20};
-inline constexpr std::chrono::microseconds kPollHardFor{200'000};
-inline constexpr std::chrono::microseconds kShortestDoze{50};
+inline constexpr std::chrono::microseconds kPollHardFor{1'000};
+inline constexpr std::chrono::microseconds kShortestDoze{20};
 /// Bounds the latency of the first message after a long quiet time.
 inline constexpr std::chrono::microseconds kLongestDoze{500};
 
 /// How long to sleep before the next look; 0 means to yield only.
 ///
-/// MPI moves only while somebody calls it, and looking costs the core that computes. So a rank that waits looks
-/// hard, one that computes looks now and then, and one that has long been quiet leaves its core to others.
+/// MPI moves only while somebody calls it, and looking costs a core that may compute (hard looking slows even the sibling of
+/// a hyper-threaded core). So a rank that waits looks hard for a millisecond and then the less often the longer nothing
+/// came, and one that computes looks now and then.
 inline std::chrono::microseconds pause_before_look(const Pace& pace) {
   if (pace.busy) {
     return pace.transferring ? kTransferPause : kBusyPause;
   }
   if (pace.quiet_for >= kPollHardFor) {
-    return std::min(kLongestDoze, kShortestDoze + (pace.quiet_for - kPollHardFor) / 1000);
+    return std::min(kLongestDoze, kShortestDoze + (pace.quiet_for - kPollHardFor) / 100);
   }
   return pace.crowded ? kCrowdedPause : std::chrono::microseconds(0);
 }

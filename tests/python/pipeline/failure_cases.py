@@ -1,0 +1,256 @@
+"""Steps and scripts that fail. As a script, run by `mpirun`: `failure_cases.py NAME` fails as NAME says."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from small_net import Net, distribute, job, make_batch, make_net, plain_step, train_step
+from torch import nn
+
+import smp
+
+MICROBATCHES = 4
+
+
+class FailsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("bad gradient")
+
+
+class Unpicklable(Exception):
+    """Its arguments do not fit its constructor, so it can't be built again on another rank."""
+
+    def __init__(self, what: str, where: str) -> None:
+        super().__init__(f"{what} at {where}")
+
+
+class Fails(nn.Linear):
+    """A linear layer that fails in its third call, where `how` says."""
+
+    how = ""
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == 3 and self.how == "forward":
+            raise ValueError("too much")
+        if self.calls == 3 and self.how == "unpicklable":
+            raise Unpicklable("broken", "home")
+        if self.calls == 3 and self.how == "exit":
+            sys.exit(7)
+        if self.calls == 3 and self.how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.how == "slow":
+            time.sleep(0.5)
+        out = super().forward(x)
+        return FailsInBackward.apply(out) if self.calls == 3 and self.how == "backward" else out
+
+
+class FailingNet(Net):
+    """`first` lives on partition 0 and `second` on partition 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.__class__ = self.second.__class__ = Fails
+
+
+def make_failing_net() -> FailingNet:
+    torch.manual_seed(0)
+    return FailingNet()
+
+
+@smp.step
+def fails_itself(model, x, y):
+    loss = F.cross_entropy(model(x), y)
+    model.backward(loss)
+    if smp.state.microbatch == 2:
+        raise LookupError("no such thing")
+    return loss
+
+
+@smp.step
+def swallows(model, x, y):
+    """Catches what a module raises, as code of models may do: the step fails all the same."""
+    try:
+        loss = F.cross_entropy(model(x), y)
+        model.backward(loss)
+        return loss.item()
+    except Exception:
+        return 0.0
+
+
+def recoverable(how: str, partition: int | None) -> dict[str, Any]:
+    """A step that fails, caught on every rank, and what follows: three steps that must equal plain PyTorch's."""
+    step, size = train_step, 8
+    with job(2, MICROBATCHES):
+        net = make_failing_net()
+        model = distribute(net)
+        if partition is not None:
+            (net.first, net.second)[partition].how = how.removesuffix(" swallowed")
+        if how.endswith("swallowed"):
+            step = swallows
+        if how == "step function":
+            step = fails_itself
+        if how == "odd batch":
+            size = 7
+        x, y = make_batch()
+        facts: dict[str, Any] = {}
+        try:
+            step(model, x[:size], y[:size])
+            facts["error"] = None
+        except BaseException as error:
+            facts["error"] = [type(error).__name__, str(error), "\n".join(getattr(error, "__notes__", []))]
+        net.first.how = net.second.how = ""
+        model.zero_grad()
+        net.norm.reset_running_stats()
+        plain = make_net()
+        optimizer, other = (
+            smp.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1)),
+            torch.optim.SGD(plain.parameters(), lr=0.1),
+        )
+        losses = []
+        for seed in range(3):
+            ours = train_step(model, *make_batch(seed)).outputs
+            losses.append(all(map(torch.equal, ours, plain_step(plain, *make_batch(seed), MICROBATCHES))))
+            optimizer.step(), other.step()
+            optimizer.zero_grad(), other.zero_grad()
+        facts["losses"] = losses
+        facts["weights"] = [torch.equal(value, plain.state_dict()[key]) for key, value in model.state_dict().items()]
+        for _ in range(100):
+            smp.barrier()
+            left = model._runtime.engine.state()
+            if all(smp.allgather(left["values"] == left["calls"] == left["frames"] == 0, smp.WORLD)):
+                break
+        facts["left"] = left
+    return facts
+
+
+# ---- scripts that end
+
+
+@smp.step
+def other_step(model, x, y):
+    return F.cross_entropy(model(x), y)
+
+
+def tell_the_test(what: str) -> None:
+    os.write(_TEST, f"{what}\n".encode())
+
+
+@contextmanager
+def model_of_the_script(**how: str) -> Iterator[smp.DistributedModel]:
+    """A distributed model; `first="forward"` says which layer fails how."""
+    smp.init({"partitions": 2, "microbatches": MICROBATCHES, "auto_partition": False})
+    net = make_failing_net()
+    for name, value in how.items():
+        getattr(net, name).how = value
+    yield distribute(net)
+    print("reached the end")
+
+
+def failing_module(first: str = "", second: str = "") -> Callable[[], None]:
+    def script() -> None:
+        with model_of_the_script(first=first, second=second) as model:
+            for seed in range(2000):
+                train_step(model, *make_batch(seed))
+
+    return script
+
+
+def failing_step_function() -> None:
+    with model_of_the_script() as model:
+        fails_itself(model, *make_batch())
+
+
+def odd_batch() -> None:
+    with model_of_the_script() as model:
+        train_step(model, *make_batch(0, 7))
+
+
+def different_steps() -> None:
+    with model_of_the_script() as model:
+        (train_step, other_step)[smp.rank()](model, *make_batch())
+
+
+def one_step_more(rank: int) -> Callable[[], None]:
+    def script() -> None:
+        with model_of_the_script() as model:
+            for _ in range(2 if smp.rank() == rank else 1):
+                train_step(model, *make_batch())
+
+    return script
+
+
+def leaves_early(rank: int, leave: Callable[[], Any]) -> Callable[[], None]:
+    def script() -> None:
+        with model_of_the_script() as model:
+            train_step(model, *make_batch())
+            if smp.rank() == rank:
+                leave()
+            for _ in range(2000):
+                train_step(model, *make_batch())
+
+    return script
+
+
+def raise_outside() -> None:
+    raise EOFError("the data ended")
+
+
+def wrong_configuration() -> None:
+    smp.init({"partitions": 2, "microbatches": 0})
+
+
+def wrong_number_of_ranks() -> None:
+    smp.init({"partitions": 3})
+
+
+def interrupted() -> None:
+    with model_of_the_script(second="slow") as model:
+        train_step(model, *make_batch())
+        tell_the_test("interrupt")
+        for _ in range(2000):
+            train_step(model, *make_batch())
+
+
+SCRIPTS: dict[str, Callable[[], None]] = {
+    "forward on rank 0": failing_module(first="forward"),
+    "forward on rank 1": failing_module(second="forward"),
+    "backward on rank 0": failing_module(first="backward"),
+    "backward on rank 1": failing_module(second="backward"),
+    "step function": failing_step_function,
+    "odd batch": odd_batch,
+    "different steps": different_steps,
+    "rank 0 has one step more": one_step_more(0),
+    "rank 1 has one step more": one_step_more(1),
+    "rank 0 exits": leaves_early(0, lambda: sys.exit(0)),
+    "rank 1 exits": leaves_early(1, lambda: sys.exit(0)),
+    "rank 1 exits with 3": leaves_early(1, lambda: sys.exit(3)),
+    "rank 1 raises between steps": leaves_early(1, raise_outside),
+    "wrong configuration": wrong_configuration,
+    "wrong number of ranks": wrong_number_of_ranks,
+    "rank 0 is killed": failing_module(first="kill"),
+    "rank 1 is killed": failing_module(second="kill"),
+    "interrupt": interrupted,
+}
+
+if __name__ == "__main__":
+    # What a rank writes goes to a file of its own, since mpirun mixes their lines.
+    log = os.open(f"{sys.argv[2]}/rank{os.environ['OMPI_COMM_WORLD_RANK']}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    _TEST = os.dup(1)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    torch.set_num_threads(1)
+    tell_the_test("start")
+    SCRIPTS[sys.argv[1]]()
