@@ -64,8 +64,8 @@ py::object with_traceback(const py::error_already_set& error) {
   return error.value();
 }
 
-/// Calls `host.run(module, tree, tensors, training) -> (tree, tensors)`, `host.describe(exception) -> (message, payload)` and
-/// `host.aborted(failure) -> exception` of a Python object.
+/// Calls `host.run(module, tree, tensors, training) -> (tree, tensors)`, `host.describe(exception) -> (message,
+/// payload)` and `host.aborted(failure) -> exception` of a Python object.
 class PythonHost final : public Host {
  public:
   explicit PythonHost(py::object host) : host_(std::move(host)) {}
@@ -74,12 +74,14 @@ class PythonHost final : public Host {
     host_ = py::object();
   }
 
-  Outcome run(std::int32_t module, const std::string& tree, std::vector<at::Tensor> inputs, const std::string& training) override {
+  Outcome run(std::int32_t module, const std::string& tree, std::vector<at::Tensor> inputs,
+              const std::string& training) override {
     static thread_local const ThreadState thread_state;
     const py::gil_scoped_acquire gil;
     auto list = wrap(inputs);
     inputs.clear();
-    const auto result = py::reinterpret_borrow<py::tuple>(host_.attr("run")(module, py::bytes(tree), std::move(list), py::bytes(training)));
+    const auto result = py::reinterpret_borrow<py::tuple>(
+        host_.attr("run")(module, py::bytes(tree), std::move(list), py::bytes(training)));
     return {result[0].cast<std::string>(), unwrap(result[1])};
   }
 
@@ -132,7 +134,8 @@ class PythonHost final : public Host {
   py::object host_;
 };
 
-EngineOptions make_options(const std::string& pipeline, int active_microbatches, std::vector<int> peers, const py::list& modules, const py::list& parameters, std::uint32_t generation) {
+EngineOptions make_options(const std::string& pipeline, int active_microbatches, std::vector<int> peers,
+                           const py::list& modules, const py::list& parameters, std::uint32_t generation) {
   EngineOptions options;
   options.policy = smp::pipeline::policy_named(pipeline);
   options.active_microbatches = active_microbatches;
@@ -140,7 +143,8 @@ EngineOptions make_options(const std::string& pipeline, int active_microbatches,
   options.generation = generation;
   for (const auto& item : modules) {
     const auto m = py::reinterpret_borrow<py::tuple>(item);
-    options.modules.push_back({m[0].cast<std::string>(), m[1].cast<int>(), m[2].cast<bool>(), m[3].cast<bool>(), m[4].cast<std::vector<int>>()});
+    options.modules.push_back({m[0].cast<std::string>(), m[1].cast<int>(), m[2].cast<bool>(), m[3].cast<bool>(),
+                               m[4].cast<std::vector<int>>()});
   }
   for (const auto& item : parameters) {
     const auto p = py::reinterpret_borrow<py::tuple>(item);
@@ -149,8 +153,9 @@ EngineOptions make_options(const std::string& pipeline, int active_microbatches,
   return options;
 }
 
-std::shared_ptr<Engine> make_engine(std::shared_ptr<smp::Transport> transport, py::object host, const std::string& pipeline, int active_microbatches,
-                                    std::vector<int> peers, const py::list& modules, const py::list& parameters, std::uint32_t generation) {
+std::shared_ptr<Engine> make_engine(std::shared_ptr<smp::Transport> transport, py::object host,
+                                    const std::string& pipeline, int active_microbatches, std::vector<int> peers,
+                                    const py::list& modules, const py::list& parameters, std::uint32_t generation) {
   auto options = make_options(pipeline, active_microbatches, std::move(peers), modules, parameters, generation);
   auto python_host = std::make_shared<PythonHost>(std::move(host));
   const py::gil_scoped_release release;
@@ -167,7 +172,8 @@ std::shared_ptr<Engine> make_engine(std::shared_ptr<smp::Transport> transport, p
 
 /// Frees the memory of a tensor that lives on another rank. Any later read of its data raises `message`.
 void vacate(const at::Tensor& tensor, const std::string& message) {
-  auto storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), std::size_t{0}, at::DataPtr(nullptr, tensor.device()), nullptr, false);
+  auto storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), std::size_t{0},
+                                                       at::DataPtr(nullptr, tensor.device()), nullptr, false);
   storage->release_data_and_set_meta_custom_data_ptr_error_msg_(message);
   storage->set_throw_on_mutable_data_ptr();
   tensor.unsafeGetTensorImpl()->set_storage_keep_dtype(c10::Storage(std::move(storage)));
@@ -182,15 +188,17 @@ void register_failure(py::module_& module) {
       .def_readwrite("where", &Failure::where)
       .def_readwrite("message", &Failure::message)
       .def_property(
-          "payload", [](const Failure& failure) { return py::bytes(failure.payload); }, [](Failure& failure, const py::bytes& payload) { failure.payload = payload; })
+          "payload", [](const Failure& failure) { return py::bytes(failure.payload); },
+          [](Failure& failure, const py::bytes& payload) { failure.payload = payload; })
       .def("describe", &Failure::describe);
 }
 
 void register_engine(py::module_& module) {
   const py::call_guard<py::gil_scoped_release> without_gil;
   py::class_<Engine, std::shared_ptr<Engine>>(module, "Engine", "The interpreter of one rank.")
-      .def(py::init(&make_engine), py::arg("transport"), py::arg("host"), py::arg("pipeline"), py::arg("active_microbatches"), py::arg("peers"), py::arg("modules"),
-           py::arg("parameters"), py::arg("generation"))
+      .def(py::init(&make_engine), py::arg("transport"), py::arg("host"), py::arg("pipeline"),
+           py::arg("active_microbatches"), py::arg("peers"), py::arg("modules"), py::arg("parameters"),
+           py::arg("generation"))
       .def_property_readonly("partition", &Engine::partition)
       .def_property_readonly("partitions", &Engine::partitions)
       .def("begin_step", &Engine::begin_step, without_gil)
@@ -198,7 +206,8 @@ void register_engine(py::module_& module) {
       .def("end_microbatch", &Engine::end_microbatch, without_gil)
       .def("leave_microbatch", &Engine::leave_microbatch, without_gil)
       .def("finish_microbatches", &Engine::finish_microbatches, without_gil)
-      .def("end_step", [](Engine& engine, const std::string& outputs) { engine.end_step(outputs); }, without_gil)
+      .def(
+          "end_step", [](Engine& engine, const std::string& outputs) { engine.end_step(outputs); }, without_gil)
       .def("follow_step",
            [](Engine& engine, const std::string& name) {
              std::string outputs;
@@ -213,7 +222,8 @@ void register_engine(py::module_& module) {
       .def_property_readonly("step", &Engine::step)
       .def("close", &Engine::close, without_gil)
       .def("call",
-           [](Engine& engine, std::int32_t target, const std::string& tree, const py::list& tensors, const std::string& training) {
+           [](Engine& engine, std::int32_t target, const std::string& tree, const py::list& tensors,
+              const std::string& training) {
              auto inputs = unwrap(tensors);
              CallOutcome outcome;
              {
@@ -226,12 +236,13 @@ void register_engine(py::module_& module) {
       .def("fetch", &Engine::fetch, without_gil, "The data of a tensor, without autograd. Blocks.")
       .def("begin_fetch", &Engine::begin_fetch, without_gil, "Asks for the data of a tensor; does not block.")
       .def("end_fetch", &Engine::end_fetch, without_gil, "Waits for what begin_fetch asked for.")
-      .def("seed",
-           [](Engine& engine, const at::Tensor& x, const at::Tensor& gradient) {
-             const py::gil_scoped_release release;
-             return smp::pipeline::is_remote(x) ? engine.to_home(gradient, engine.home_of(x), false) : gradient;
-           },
-           "The gradient that backward starts with, where the tensor lies.")
+      .def(
+          "seed",
+          [](Engine& engine, const at::Tensor& x, const at::Tensor& gradient) {
+            const py::gil_scoped_release release;
+            return smp::pipeline::is_remote(x) ? engine.to_home(gradient, engine.home_of(x), false) : gradient;
+          },
+          "The gradient that backward starts with, where the tensor lies.")
       .def("counts",
            [](const Engine& engine) {
              const auto counts = engine.counts();
@@ -265,5 +276,7 @@ void register_pipeline(py::module_& module) {
   register_engine(module);
   module.def("vacate", &vacate, py::arg("tensor"), py::arg("message"));
   module.def("is_remote", &smp::pipeline::is_remote, py::arg("tensor"));
-  module.def("in_frame", [] { return smp::pipeline::current_frame() != nullptr; }, "Does this thread run a frame: do module calls issue instructions.");
+  module.def(
+      "in_frame", [] { return smp::pipeline::current_frame() != nullptr; },
+      "Does this thread run a frame: do module calls issue instructions.");
 }

@@ -7,7 +7,21 @@
 namespace smp::pipeline {
 namespace {
 
-enum class Tag : std::uint8_t { kNone, kTensor, kInt, kDouble, kBool, kComplex, kString, kDevice, kInts, kDoubles, kBools, kTensors, kOptionalTensors };
+enum class Tag : std::uint8_t {
+  kNone,
+  kTensor,
+  kInt,
+  kDouble,
+  kBool,
+  kComplex,
+  kString,
+  kDevice,
+  kInts,
+  kDoubles,
+  kBools,
+  kTensors,
+  kOptionalTensors
+};
 
 std::vector<std::uint8_t> as_bytes(const c10::List<bool>& list) {
   std::vector<std::uint8_t> bytes;
@@ -67,7 +81,10 @@ void write_argument(const c10::IValue& argument, Writer& writer, const TensorWri
   } else if (argument.isList() && argument.toListRef().empty()) {
     writer(Tag::kInts, std::vector<std::int64_t>{});
   } else {
-    throw_usage("an operator on a tensor of another partition has an argument of type {}, which can't travel between ranks: call it in a module", argument.tagKind());
+    throw_usage(
+        "an operator on a tensor of another partition has an argument of type {}, which can't travel between ranks: "
+        "call it in a module",
+        argument.tagKind());
   }
 }
 
@@ -144,7 +161,8 @@ void write_inline(const at::Tensor& tensor, Writer& writer) {
   auto meta = travelled(TensorMeta::of(tensor));
   meta.fields(writer);
   const auto bytes = pack(tensor.detach());
-  writer(tensor.unsafeGetTensorImpl()->is_wrapped_number(), std::string(static_cast<const char*>(bytes.const_data_ptr()), bytes.numel()));
+  writer(tensor.unsafeGetTensorImpl()->is_wrapped_number(),
+         std::string(static_cast<const char*>(bytes.const_data_ptr()), bytes.numel()));
 }
 
 at::Tensor read_inline(Reader& reader) {

@@ -51,7 +51,8 @@ Engine::Engine(std::shared_ptr<Transport> transport, std::shared_ptr<Host> host,
   for (std::size_t i = 0; i < options_.parameters.size(); ++i) {
     parameter_index_.emplace(options_.parameters[i].tensor.unsafeGetTensorImpl(), static_cast<int>(i));
   }
-  nested_frames_ = std::any_of(options_.modules.begin(), options_.modules.end(), [](const ModuleInfo& m) { return m.container && m.home != 0; });
+  nested_frames_ = std::any_of(options_.modules.begin(), options_.modules.end(),
+                               [](const ModuleInfo& m) { return m.container && m.home != 0; });
   {
     const std::lock_guard lock(mutex_);
     start_executor();
@@ -163,7 +164,8 @@ void Engine::begin_step(const std::string& name) {
 }
 
 void Engine::begin_microbatch(std::int32_t microbatch) {
-  const int active = options_.policy == Policy::kSimple ? std::numeric_limits<int>::max() : options_.active_microbatches;
+  const int active =
+      options_.policy == Policy::kSimple ? std::numeric_limits<int>::max() : options_.active_microbatches;
   wait([&] { return open_microbatches_ < active; });
   auto frame = std::make_shared<Frame>();
   frame->engine = this;
@@ -215,8 +217,9 @@ std::string Engine::follow_step(const std::string& name) {
     failure.step = step;
     failure.rank = transport_->rank();
     failure.message = fmt::format(
-        "step {} is '{}' on the rank of partition 0 but '{}' on rank {}: all ranks must call the same step functions in the same order", step,
-        begun, name, failure.rank);
+        "step {} is '{}' on the rank of partition 0 but '{}' on rank {}: all ranks must call the same step functions "
+        "in the same order",
+        step, begun, name, failure.rank);
     abort(failure);
     check_failed();
   }
@@ -307,7 +310,8 @@ Frame& Engine::here() const {
   auto* frame = current_frame();
   if (frame == nullptr || frame->engine != this) {
     throw_usage(
-        "a tensor that lives on another partition was used outside a step: return it from the @smp.step function, or read it inside "
+        "a tensor that lives on another partition was used outside a step: return it from the @smp.step function, or "
+        "read it inside "
         "(.item(), .detach().clone())");
   }
   return *frame;

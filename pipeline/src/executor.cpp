@@ -166,7 +166,8 @@ at::Tensor Engine::value(ValueId id) const {
 }
 
 int Engine::issuer_of(const Instruction& instruction) const {
-  return static_cast<int>(std::find(options_.peers.begin(), options_.peers.end(), instruction.issuer) - options_.peers.begin());
+  return static_cast<int>(std::find(options_.peers.begin(), options_.peers.end(), instruction.issuer) -
+                          options_.peers.begin());
 }
 
 void Engine::reply(const Instruction& to, ValueId id, const std::string& bytes) {
@@ -244,7 +245,8 @@ void Engine::run(const Instruction& instruction, const Call& call) {
     for (const auto& output : outputs) {
       report.outputs.push_back(TensorMeta::of(output));
       report.outputs.back().requires_grad &= call.modes.grad;
-      record->outputs.push_back(report.outputs.back().requires_grad ? torch::autograd::impl::gradient_edge(output) : torch::autograd::Edge());
+      record->outputs.push_back(report.outputs.back().requires_grad ? torch::autograd::impl::gradient_edge(output)
+                                                                    : torch::autograd::Edge());
     }
     for (std::size_t i = 0; i < count; ++i) {
       if (inputs[i]._version() == versions[i]) {
@@ -253,13 +255,16 @@ void Engine::run(const Instruction& instruction, const Call& call) {
       report.changed.push_back(static_cast<std::int32_t>(i));
       report.changed_metas.push_back(TensorMeta::of(inputs[i]));
       report.changed_metas.back().requires_grad &= call.modes.grad;
-      record->outputs.push_back(report.changed_metas.back().requires_grad ? torch::autograd::impl::gradient_edge(inputs[i]) : torch::autograd::Edge());
+      record->outputs.push_back(report.changed_metas.back().requires_grad
+                                    ? torch::autograd::impl::gradient_edge(inputs[i])
+                                    : torch::autograd::Edge());
     }
 
     const auto encoded = report.encode();
     if (!call.report && std::hash<std::string>{}(encoded) != call.expected) {
       throw_usage(
-          "module '{}' gave back other shapes, dtypes or values that are not tensors than the last time it was called with arguments of these shapes. Return "
+          "module '{}' gave back other shapes, dtypes or values that are not tensors than the last time it was called "
+          "with arguments of these shapes. Return "
           "what varies as a tensor",
           info.name);
     }
@@ -297,10 +302,10 @@ void Engine::run(const Instruction& instruction, const Call& call) {
 
 // ---- BACKWARD
 
-/// Runs autograd from the edges of a call. `.grad` of the parameters that it may reach is set aside meanwhile, so that this
-/// call's own contribution is what lies there afterwards; that goes to the ordered sums.
-std::vector<at::Tensor> Engine::run_autograd(const Instruction& instruction, CallRecord& record, std::vector<at::Tensor> gradients, std::int64_t pass,
-                                             bool keep_graph) {
+/// Runs autograd from the edges of a call. `.grad` of the parameters that it may reach is set aside meanwhile, so that
+/// this call's own contribution is what lies there afterwards; that goes to the ordered sums.
+std::vector<at::Tensor> Engine::run_autograd(const Instruction& instruction, CallRecord& record,
+                                             std::vector<at::Tensor> gradients, std::int64_t pass, bool keep_graph) {
   if (record.freed) {
     throw_usage("backward runs a second time through {}: pass retain_graph=True the first time", where(instruction));
   }
@@ -328,7 +333,8 @@ std::vector<at::Tensor> Engine::run_autograd(const Instruction& instruction, Cal
   };
   try {
     if (!roots.empty()) {
-      torch::autograd::Engine::get_default_engine().execute(roots, seeds, keep_graph, /*create_graph=*/false, /*accumulate_grad=*/true);
+      torch::autograd::Engine::get_default_engine().execute(roots, seeds, keep_graph, /*create_graph=*/false,
+                                                            /*accumulate_grad=*/true);
     }
   } catch (...) {
     restore();
@@ -413,7 +419,8 @@ void Engine::run(const Instruction& instruction, const Accumulate& accumulate) {
     const std::lock_guard lock(mutex_);
     record = values_.call(accumulate.record);
   }
-  static_cast<void>(run_autograd(instruction, *record, {value(accumulate.gradient)}, accumulate.pass, accumulate.keep_graph));
+  static_cast<void>(
+      run_autograd(instruction, *record, {value(accumulate.gradient)}, accumulate.pass, accumulate.keep_graph));
 }
 
 // ---- the others
@@ -441,7 +448,9 @@ void Engine::run(const Instruction& instruction, const Op& op) {
   }
 }
 
-void Engine::run(const Instruction& /*instruction*/, const Send& send) { send_value(send.destination, send.copy, value(send.value)); }
+void Engine::run(const Instruction& /*instruction*/, const Send& send) {
+  send_value(send.destination, send.copy, value(send.value));
+}
 
 void Engine::run(const Instruction& /*instruction*/, const Alias& alias) { store(alias.name, value(alias.value)); }
 

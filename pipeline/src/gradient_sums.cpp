@@ -56,7 +56,8 @@ void GradientSums::flush(std::size_t parameter, std::int32_t microbatch) {
   auto& variable = parameters_[parameter];
   auto& grad = variable.mutable_grad();
   for (const auto& [pass, sum] : sums) {
-    torch::autograd::AccumulateGrad::accumulateGrad(variable, grad, sum, 1, [&grad](at::Tensor&& updated) { grad = std::move(updated); });
+    torch::autograd::AccumulateGrad::accumulateGrad(variable, grad, sum, 1,
+                                                    [&grad](at::Tensor&& updated) { grad = std::move(updated); });
   }
 }
 

@@ -31,8 +31,8 @@ void append(std::vector<ValueId>& to, const std::vector<ValueId>& ids) {
 }  // namespace
 
 Modes Modes::current() {
-  return {c10::GradMode::is_enabled(), at::autocast::is_autocast_enabled(at::kCPU), at::autocast::is_autocast_cache_enabled(),
-          at::autocast::get_autocast_dtype(at::kCPU)};
+  return {c10::GradMode::is_enabled(), at::autocast::is_autocast_enabled(at::kCPU),
+          at::autocast::is_autocast_cache_enabled(), at::autocast::get_autocast_dtype(at::kCPU)};
 }
 
 void Instruction::encode(Writer& writer) const {
@@ -79,7 +79,8 @@ const std::vector<ValueId>* Instruction::mutated() const {
 }
 
 const char* Instruction::name() const {
-  static constexpr const char* kNames[] = {"CALL", "OP", "BACKWARD", "LIFT", "ACCUMULATE", "SEND", "ALIAS", "END", "CLOSE"};
+  static constexpr const char* kNames[] = {"CALL", "OP",    "BACKWARD", "LIFT", "ACCUMULATE",
+                                           "SEND", "ALIAS", "END",      "CLOSE"};
   static_assert(std::size(kNames) == std::variant_size_v<Body>);
   return kNames[body.index()];
 }

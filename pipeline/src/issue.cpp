@@ -38,13 +38,16 @@ Handle Engine::new_handle(int home, ValueId id, bool borrowed) {
   return c10::make_intrusive<ValueHandle>(releases_, home, id, borrowed);
 }
 
-at::Tensor Engine::new_remote(int home, ValueId id, const TensorMeta& meta) { return make_remote(new_handle(home, id), meta); }
+at::Tensor Engine::new_remote(int home, ValueId id, const TensorMeta& meta) {
+  return make_remote(new_handle(home, id), meta);
+}
 
 void Engine::issue(int home, Body body) {
   auto& frame = here();
   check_failed();
   frame.issued[static_cast<std::size_t>(home)] = 1;
-  Instruction instruction{frame.id, transport_->rank(), frame.microbatch, frame.step, frame.outermost, frame.ancestors, std::move(body)};
+  Instruction instruction{frame.id,        transport_->rank(), frame.microbatch, frame.step,
+                          frame.outermost, frame.ancestors,    std::move(body)};
   if (home == partition_) {
     const auto needs = instruction.needs();
     const std::lock_guard lock(mutex_);
@@ -92,9 +95,12 @@ int Engine::common_home(const std::vector<at::Tensor>& tensors) const {
       parameter_bytes[home] += size;
     }
   }
-  const auto largest = [](const std::vector<std::int64_t>& of) { return std::max_element(of.begin(), of.end()) - of.begin(); };
+  const auto largest = [](const std::vector<std::int64_t>& of) {
+    return std::max_element(of.begin(), of.end()) - of.begin();
+  };
   const auto by_parameters = largest(parameter_bytes);
-  return static_cast<int>(parameter_bytes[static_cast<std::size_t>(by_parameters)] > 0 ? by_parameters : largest(bytes));
+  return static_cast<int>(parameter_bytes[static_cast<std::size_t>(by_parameters)] > 0 ? by_parameters
+                                                                                       : largest(bytes));
 }
 
 // ---- moves
@@ -124,12 +130,14 @@ at::Tensor Engine::to_home(const at::Tensor& x, int home, bool remember) {
   auto& moved = frame.moved;
   std::erase_if(moved, [](const Frame::Moved& entry) { return entry.source.use_count() == 0; });
   for (const auto& entry : moved) {
-    if (entry.source._unsafe_get_target() == source && entry.version == version && entry.home == home && entry.grad_mode == grad_mode) {
+    if (entry.source._unsafe_get_target() == source && entry.version == version && entry.home == home &&
+        entry.grad_mode == grad_mode) {
       return entry.copy;
     }
   }
   auto copy = move(x, home);
-  moved.push_back({c10::weak_intrusive_ptr<c10::TensorImpl>(x.getIntrusivePtr()), static_cast<std::uint32_t>(version), home, grad_mode, copy});
+  moved.push_back({c10::weak_intrusive_ptr<c10::TensorImpl>(x.getIntrusivePtr()), static_cast<std::uint32_t>(version),
+                   home, grad_mode, copy});
   return copy;
 }
 
@@ -248,7 +256,8 @@ CallReport CallReport::decode(Reader& reader) {
   return report;
 }
 
-CallOutcome Engine::call(std::int32_t module, const std::string& tree, const std::vector<at::Tensor>& tensors, const std::string& training) {
+CallOutcome Engine::call(std::int32_t module, const std::string& tree, const std::vector<at::Tensor>& tensors,
+                         const std::string& training) {
   const auto& frame = here();
   const auto& info = options_.modules[static_cast<std::size_t>(module)];
   const int home = info.home == kFollowsData ? common_home(tensors) : info.home;
@@ -274,8 +283,8 @@ CallOutcome Engine::call(std::int32_t module, const std::string& tree, const std
     call.wants.push_back(metas.back().requires_grad ? 1 : 0);
   }
   if (info.ordered) {
-    // In each context the calls come in the order of microbatches, so a call never waits for one of a higher microbatch, which
-    // may not be admitted before this one is finished.
+    // In each context the calls come in the order of microbatches, so a call never waits for one of a higher
+    // microbatch, which may not be admitted before this one is finished.
     call.context = frame.context;
     const std::lock_guard lock(mutex_);
     call.ticket = tickets_[{module, frame.context}]++;
@@ -313,9 +322,10 @@ CallOutcome Engine::call(std::int32_t module, const std::string& tree, const std
     reports_.emplace(key.bytes(), *report);
   }
 
-  const bool differentiable = modes.grad && std::any_of(report->outputs.begin(), report->outputs.end(), [](const TensorMeta& m) { return m.requires_grad; });
-  const bool changes_graph =
-      modes.grad && std::any_of(report->changed_metas.begin(), report->changed_metas.end(), [](const TensorMeta& m) { return m.requires_grad; });
+  const bool differentiable = modes.grad && std::any_of(report->outputs.begin(), report->outputs.end(),
+                                                        [](const TensorMeta& m) { return m.requires_grad; });
+  const bool changes_graph = modes.grad && std::any_of(report->changed_metas.begin(), report->changed_metas.end(),
+                                                       [](const TensorMeta& m) { return m.requires_grad; });
   c10::intrusive_ptr<torch::autograd::Node> node;
   if (differentiable || changes_graph) {
     node = c10::make_intrusive<CallNode>(std::move(handle), module, std::move(wants), metas, report->reach);

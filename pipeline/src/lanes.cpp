@@ -75,8 +75,8 @@ std::optional<Instruction> Lanes::take(const ValueTable& values) {
       continue;
     }
     const auto& head = lane.items.front();
-    candidates.push_back({urgency_of(head.instruction), head.instruction.microbatch, head.arrival, cost_ms(head.instruction),
-                          frame == last_lane_});
+    candidates.push_back({urgency_of(head.instruction), head.instruction.microbatch, head.arrival,
+                          cost_ms(head.instruction), frame == last_lane_});
     lanes.push_back(&lane);
   }
   if (candidates.empty()) {
@@ -159,10 +159,13 @@ std::vector<std::string> Lanes::describe(const ValueTable& values) const {
       continue;
     }
     const auto& head = lane.items.front();
-    const auto missing = std::count_if(head.needs.begin(), head.needs.end(), [&](ValueId id) { return !values.ready(id); });
-    lines.push_back(fmt::format("frame {} of rank {}, microbatch {}: {} instructions, the first is {}{}, {} of its {} values missing, {} open frames below",
-                                frame, head.instruction.issuer, head.instruction.microbatch, lane.items.size(), head.instruction.name(),
-                                lane.busy ? " (one before it runs)" : "", missing, head.needs.size(), lane.open_nested));
+    const auto missing =
+        std::count_if(head.needs.begin(), head.needs.end(), [&](ValueId id) { return !values.ready(id); });
+    lines.push_back(fmt::format(
+        "frame {} of rank {}, microbatch {}: {} instructions, the first is {}{}, {} of its {} values missing, {} open "
+        "frames below",
+        frame, head.instruction.issuer, head.instruction.microbatch, lane.items.size(), head.instruction.name(),
+        lane.busy ? " (one before it runs)" : "", missing, head.needs.size(), lane.open_nested));
   }
   return lines;
 }

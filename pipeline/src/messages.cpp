@@ -8,7 +8,8 @@ namespace smp::pipeline {
 void Engine::send(int home, const Writer& header, at::Tensor payload) {
   Writer framed;
   framed(options_.generation);
-  transport_->send(options_.peers[static_cast<std::size_t>(home)], {kEngineChannel, framed.take() + header.bytes(), std::move(payload)});
+  transport_->send(options_.peers[static_cast<std::size_t>(home)],
+                   {kEngineChannel, framed.take() + header.bytes(), std::move(payload)});
 }
 
 void Engine::send_to_others(const Writer& header) {
@@ -43,8 +44,8 @@ void Engine::receive(int source, Message message) {
   take(source, std::move(message));
 }
 
-/// A rank that is ahead may send what belongs to the next step before this rank has left (or failed) its own. Such messages
-/// wait, so that tables, lanes and failures are always those of one step.
+/// A rank that is ahead may send what belongs to the next step before this rank has left (or failed) its own. Such
+/// messages wait, so that tables, lanes and failures are always those of one step.
 bool Engine::keep_early(std::uint32_t step, int source, Message& message) {
   const std::lock_guard lock(mutex_);
   if (step <= entered_step_) {
@@ -159,8 +160,8 @@ void Engine::peer_left(int rank, std::uint32_t completed_steps, const std::strin
   Failure failure;
   failure.step = entered_step_;
   failure.rank = rank;
-  failure.message =
-      fmt::format("{} after {} steps, while rank {} is in step {}: every rank must run the same steps", reason, completed_steps, transport_->rank(), entered_step_);
+  failure.message = fmt::format("{} after {} steps, while rank {} is in step {}: every rank must run the same steps",
+                                reason, completed_steps, transport_->rank(), entered_step_);
   if (!left_ || completed_steps < left_->first) {
     left_ = {completed_steps, failure};
   }

@@ -18,7 +18,9 @@ using torch::autograd::variable_list;
 Engine& issuing_engine() {
   auto* frame = current_frame();
   if (frame == nullptr) {
-    throw_usage("backward of a tensor that lives on another partition was called outside a step: call model.backward(loss) in the @smp.step function");
+    throw_usage(
+        "backward of a tensor that lives on another partition was called outside a step: call model.backward(loss) in "
+        "the @smp.step function");
   }
   if (c10::GradMode::is_enabled()) {
     throw_usage("create_graph=True is not possible across partitions: gradients of gradients stay within one module");
@@ -59,7 +61,8 @@ void walk(const Edge& root, Visit visit) {
 variable_list CallNode::apply(variable_list&& gradients) {
   auto& engine = issuing_engine();
   if (released_) {
-    throw_usage("backward runs a second time through a call on another partition: pass retain_graph=True the first time");
+    throw_usage(
+        "backward runs a second time through a call on another partition: pass retain_graph=True the first time");
   }
   const int home = call_->home();
   Backward backward;

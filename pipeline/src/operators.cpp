@@ -50,12 +50,15 @@ std::vector<at::Tensor> tensors_in(const c10::IValue& argument) {
   return tensors;
 }
 
-bool writes(const c10::Argument& argument) { return argument.alias_info() != nullptr && argument.alias_info()->isWrite(); }
+bool writes(const c10::Argument& argument) {
+  return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
+}
 
 bool gives_tensors(const c10::FunctionSchema& schema) {
   return std::all_of(schema.returns().begin(), schema.returns().end(), [](const c10::Argument& result) {
     const auto kind = result.type()->kind();
-    return kind == c10::TypeKind::TensorType || (kind == c10::TypeKind::ListType && result.type()->containedType(0)->kind() == c10::TypeKind::TensorType);
+    return kind == c10::TypeKind::TensorType ||
+           (kind == c10::TypeKind::ListType && result.type()->containedType(0)->kind() == c10::TypeKind::TensorType);
   });
 }
 
@@ -166,7 +169,9 @@ std::optional<OperatorReport> infer(const c10::OperatorHandle& op, const std::ve
 }
 
 /// Same handle, no operator: detach and alias name the same value.
-bool only_renames(const c10::FunctionSchema& schema) { return schema.name() == "aten::detach" || schema.name() == "aten::alias"; }
+bool only_renames(const c10::FunctionSchema& schema) {
+  return schema.name() == "aten::detach" || schema.name() == "aten::alias";
+}
 
 void issue_operator(const c10::OperatorHandle& op, c10::DispatchKeySet /*keys*/, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
@@ -181,7 +186,8 @@ void issue_operator(const c10::OperatorHandle& op, c10::DispatchKeySet /*keys*/,
   auto* frame = current_frame();
   if (frame == nullptr) {
     throw_usage(
-        "{} was called outside a step on a tensor that lives on another partition: return the tensor from the @smp.step function, or read it inside",
+        "{} was called outside a step on a tensor that lives on another partition: return the tensor from the "
+        "@smp.step function, or read it inside",
         schema.name());
   }
   auto& engine = *frame->engine;
@@ -205,7 +211,9 @@ void issue_operator(const c10::OperatorHandle& op, c10::DispatchKeySet /*keys*/,
     }
   }
   for (auto& argument : arguments) {  // constants that a decomposition made, gradients that come from outside
-    replace_tensors(argument, [&](const at::Tensor& x) { return is_remote(x) || x.numel() <= kInlineElements ? x : engine.to_home(x.detach(), home, false); });
+    replace_tensors(argument, [&](const at::Tensor& x) {
+      return is_remote(x) || x.numel() <= kInlineElements ? x : engine.to_home(x.detach(), home, false);
+    });
   }
 
   Op instruction;

@@ -10,7 +10,8 @@ namespace smp::pipeline {
 namespace {
 
 constexpr double kBrief = 8;  // brief: under an eighth of the longest
-constexpr std::int32_t kSlack = 1;  // one more microbatch than 1F1B holds, so that a late gradient does not idle the rank
+constexpr std::int32_t kSlack =
+    1;  // one more microbatch than 1F1B holds, so that a late gradient does not idle the rank
 
 //                     interleaved   simple
 // transfer                 0           0      others wait for it
@@ -52,7 +53,8 @@ std::size_t choose(Policy policy, const std::vector<Candidate>& candidates) {
     const bool is_brief = c.cost_ms != kUnknownCost && c.cost_ms * kBrief < longest_ms;
     return std::tuple(!is_brief, !c.continues, rank_of(policy, c.urgency), c.microbatch, c.arrival);
   };
-  const auto best = std::min_element(candidates.begin(), candidates.end(), [&](const Candidate& a, const Candidate& b) { return key(a) < key(b); });
+  const auto best = std::min_element(candidates.begin(), candidates.end(),
+                                     [&](const Candidate& a, const Candidate& b) { return key(a) < key(b); });
   return static_cast<std::size_t>(best - candidates.begin());
 }
 

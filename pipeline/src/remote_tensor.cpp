@@ -24,7 +24,8 @@ std::vector<ReleaseQueue::Release> ReleaseQueue::take() {
 }
 
 RemoteImpl::RemoteImpl(Handle handle, const TensorMeta& meta)
-    : TensorImpl(remote_keys(), c10::scalarTypeToTypeMeta(meta.dtype), c10::Device(c10::DeviceType::CPU)), handle_(std::move(handle)) {
+    : TensorImpl(remote_keys(), c10::scalarTypeToTypeMeta(meta.dtype), c10::Device(c10::DeviceType::CPU)),
+      handle_(std::move(handle)) {
   set_storage_access_should_throw();
   set_sizes_and_strides(meta.sizes, meta.strides, meta.storage_offset);
 }
@@ -40,12 +41,14 @@ c10::intrusive_ptr<c10::TensorImpl> RemoteImpl::shallow_copy_and_detach(const c1
 
 c10::intrusive_ptr<c10::TensorImpl> RemoteImpl::shallow_copy_and_detach(c10::VariableVersion&& version_counter,
                                                                         bool allow_tensor_metadata_change) const {
-  return shallow_copy_and_detach(static_cast<const c10::VariableVersion&>(version_counter), allow_tensor_metadata_change);
+  return shallow_copy_and_detach(static_cast<const c10::VariableVersion&>(version_counter),
+                                 allow_tensor_metadata_change);
 }
 
 void RemoteImpl::shallow_copy_from(const c10::intrusive_ptr<c10::TensorImpl>& source) {
   auto* remote = dynamic_cast<RemoteImpl*>(source.get());
-  TORCH_CHECK(remote != nullptr, "the data of a tensor that lives on another partition can't be replaced by a local tensor");
+  TORCH_CHECK(remote != nullptr,
+              "the data of a tensor that lives on another partition can't be replaced by a local tensor");
   handle_ = remote->handle_;
   set_sizes_and_strides(remote->sizes(), remote->strides(), remote->storage_offset());
 }

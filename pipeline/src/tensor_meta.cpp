@@ -30,12 +30,11 @@ std::int64_t count(const TensorMeta& meta) {
 }  // namespace
 
 TensorMeta TensorMeta::of(const at::Tensor& tensor) {
-  return {tensor.sizes().vec(), tensor.strides().vec(), tensor.scalar_type(), tensor.requires_grad(), tensor.storage_offset()};
+  return {tensor.sizes().vec(), tensor.strides().vec(), tensor.scalar_type(), tensor.requires_grad(),
+          tensor.storage_offset()};
 }
 
-std::int64_t TensorMeta::bytes() const {
-  return count(*this) * static_cast<std::int64_t>(c10::elementSize(dtype));
-}
+std::int64_t TensorMeta::bytes() const { return count(*this) * static_cast<std::int64_t>(c10::elementSize(dtype)); }
 
 TensorMeta travelled(const TensorMeta& meta) {
   auto dense = meta;
@@ -57,7 +56,8 @@ at::Tensor pack(const at::Tensor& tensor) {
   const auto elements = span(meta);
   auto bytes = at::empty({elements * static_cast<std::int64_t>(c10::elementSize(meta.dtype))}, c10::ScalarType::Byte);
   if (elements > 0) {
-    // The span itself is copied where it has no gaps (an expanded tensor goes as its one copy), else the elements in order.
+    // The span itself is copied where it has no gaps (an expanded tensor goes as its one copy), else the elements in
+    // order.
     auto typed = bytes.view(meta.dtype);
     if (meta.strides == plain.strides()) {
       typed.copy_(at::as_strided(plain, {elements}, {1}));

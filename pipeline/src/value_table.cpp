@@ -80,7 +80,8 @@ std::int64_t ValueTable::bytes() const {
   std::unordered_set<const void*> seen;  // aliases share one storage
   std::int64_t total = 0;
   for (const auto& [id, entry] : entries_) {
-    if (entry.data.defined() && entry.data.has_storage() && seen.insert(entry.data.storage().unsafeGetStorageImpl()).second) {
+    if (entry.data.defined() && entry.data.has_storage() &&
+        seen.insert(entry.data.storage().unsafeGetStorageImpl()).second) {
       total += static_cast<std::int64_t>(entry.data.storage().nbytes());
     }
   }
@@ -88,7 +89,8 @@ std::int64_t ValueTable::bytes() const {
 }
 
 std::size_t ValueTable::calls() const {
-  return static_cast<std::size_t>(std::count_if(entries_.begin(), entries_.end(), [](const auto& item) { return item.second.call != nullptr; }));
+  return static_cast<std::size_t>(
+      std::count_if(entries_.begin(), entries_.end(), [](const auto& item) { return item.second.call != nullptr; }));
 }
 
 ValueTable::Trash ValueTable::clear() {

@@ -27,7 +27,9 @@ _KEEP = {
 
 def rank_environment(**extra: str) -> dict[str, str]:
     """The environment of ranks that a test starts."""
-    search = os.pathsep.join([str(FOLDER), str(FOLDER / "pipeline"), str(FOLDER / "smp"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    search = os.pathsep.join(
+        [str(FOLDER), str(FOLDER / "pipeline"), str(FOLDER / "smp"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
     return {**os.environ, **_KEEP, "PYTHONPATH": search, **extra}
 
 

@@ -16,7 +16,6 @@ from .split import Splitter
 from .state import state
 from .step_output import merge
 
-
 # The issuing thread and the one that runs modules share the interpreter's lock on partition 0. With Python's default of 5 ms
 # each operator of a module could wait that long for the lock.
 _SWITCH_INTERVAL_S = 5e-5

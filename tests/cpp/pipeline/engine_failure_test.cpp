@@ -47,7 +47,8 @@ class EngineFailure : public ::testing::Test {
   static void expect_all_say(const std::vector<std::string>& errors, const std::vector<std::string>& parts) {
     for (std::size_t rank = 0; rank < errors.size(); ++rank) {
       for (const auto& part : parts) {
-        EXPECT_NE(errors[rank].find(part), std::string::npos) << "rank " << rank << " says '" << errors[rank] << "', not '" << part << "'";
+        EXPECT_NE(errors[rank].find(part), std::string::npos)
+            << "rank " << rank << " says '" << errors[rank] << "', not '" << part << "'";
       }
     }
   }
@@ -86,7 +87,8 @@ TEST_F(EngineFailure, an_exception_in_a_backward_reaches_every_rank) {
                  }});
     Cluster cluster(spec, 2);
     const auto errors = cluster.try_step(through("bad"), kMicrobatches);
-    expect_all_say(errors, {"rank " + std::to_string(home), "microbatch 0", "BACKWARD of module 'bad'", "no gradient for you"});
+    expect_all_say(errors,
+                   {"rank " + std::to_string(home), "microbatch 0", "BACKWARD of module 'bad'", "no gradient for you"});
     expect_good_step(cluster);
   }
 }
@@ -94,11 +96,17 @@ TEST_F(EngineFailure, an_exception_in_a_backward_reaches_every_rank) {
 TEST_F(EngineFailure, an_exception_below_nested_containers_reaches_every_rank) {
   auto spec = spec_;
   spec.module({"bad", 1, [](Model&, const Tensors&) -> Tensors { throw std::runtime_error("deep down"); }});
-  spec.module({"inner", 0, [](Model& model, const Tensors& in) { return Tensors{model("bad", model("b", in[0]))}; }, {}, {"bad", "b"}});
-  spec.module({"outer", 1, [](Model& model, const Tensors& in) { return Tensors{model("inner", in[0]) + 1}; }, {}, {"inner"}});
+  spec.module({"inner",
+               0,
+               [](Model& model, const Tensors& in) { return Tensors{model("bad", model("b", in[0]))}; },
+               {},
+               {"bad", "b"}});
+  spec.module(
+      {"outer", 1, [](Model& model, const Tensors& in) { return Tensors{model("inner", in[0]) + 1}; }, {}, {"inner"}});
   Cluster cluster(spec, 2);
   for (int round = 0; round < 20; ++round) {
-    expect_all_say(cluster.try_step(through("outer"), kMicrobatches), {"rank 1", "microbatch 0", "CALL of module 'bad'", "deep down"});
+    expect_all_say(cluster.try_step(through("outer"), kMicrobatches),
+                   {"rank 1", "microbatch 0", "CALL of module 'bad'", "deep down"});
   }
   expect_good_step(cluster);
 }
@@ -289,7 +297,9 @@ TEST_F(EngineFailure, tensors_of_a_failed_step_are_refused_in_the_next) {
 TEST_F(EngineFailure, a_module_that_gives_other_shapes_than_last_time_is_refused) {
   auto spec = spec_;
   auto calls = std::make_shared<std::atomic<int>>(0);
-  spec.module({"moody", 1, [calls](Model&, const Tensors& in) { return Tensors{++*calls < 3 ? in[0] * 1 : at::cat({in[0], in[0]})}; }});
+  spec.module({"moody", 1, [calls](Model&, const Tensors& in) {
+                 return Tensors{++*calls < 3 ? in[0] * 1 : at::cat({in[0], in[0]})};
+               }});
   Cluster cluster(spec, 2);
   expect_all_say(cluster.try_step(through("moody"), kMicrobatches), {"'moody'", "other shapes", "last time"});
   expect_good_step(cluster);

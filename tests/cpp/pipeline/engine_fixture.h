@@ -87,7 +87,8 @@ struct ModelSpec {
 class Model final : public Host {
  public:
   /// What a rank sees of other partitions' parameters is NaN, so that nothing can use it unnoticed.
-  explicit Model(const ModelSpec& spec, std::optional<int> partition = std::nullopt) : spec_(spec), partition_(partition) {
+  explicit Model(const ModelSpec& spec, std::optional<int> partition = std::nullopt)
+      : spec_(spec), partition_(partition) {
     for (const auto& p : spec_.parameters) {
       const bool mine = !partition || p.home == *partition;
       auto copy = mine ? p.value.clone() : at::full_like(p.value, std::numeric_limits<double>::quiet_NaN());
@@ -111,7 +112,8 @@ class Model final : public Host {
   }
   at::Tensor operator()(const std::string& name, const at::Tensor& input) { return call(name, {input})[0]; }
 
-  Outcome run(std::int32_t module, const std::string& tree, std::vector<at::Tensor> inputs, const std::string&) override {
+  Outcome run(std::int32_t module, const std::string& tree, std::vector<at::Tensor> inputs,
+              const std::string&) override {
     const auto& spec = spec_.modules[static_cast<std::size_t>(module)];
     if (on_call) {
       on_call(spec.name);
@@ -140,7 +142,8 @@ inline ModelSpec& ModelSpec::block(const std::string& name, int home, std::int64
   return module({name,
                  home,
                  [name](Model& model, const Tensors& in) {
-                   return Tensors{at::tanh(at::linear(in[0], model.parameter(name + ".weight"), model.parameter(name + ".bias")))};
+                   return Tensors{
+                       at::tanh(at::linear(in[0], model.parameter(name + ".weight"), model.parameter(name + ".bias")))};
                  },
                  {name + ".weight", name + ".bias"}});
 }
@@ -165,13 +168,14 @@ inline void expect_same_bits(const at::Tensor& actual, const at::Tensor& expecte
 /// Ends the process, with what every rank waits for, when a test does not come to an end.
 class Watchdog {
  public:
-  explicit Watchdog(std::function<void()> report) : thread_([this, report = std::move(report)] {
-    std::unique_lock lock(mutex_);
-    if (!changed_.wait_for(lock, std::chrono::seconds(100), [&] { return done_; })) {
-      report();
-      std::abort();
-    }
-  }) {}
+  explicit Watchdog(std::function<void()> report)
+      : thread_([this, report = std::move(report)] {
+          std::unique_lock lock(mutex_);
+          if (!changed_.wait_for(lock, std::chrono::seconds(100), [&] { return done_; })) {
+            report();
+            std::abort();
+          }
+        }) {}
   ~Watchdog() {
     {
       const std::lock_guard lock(mutex_);
@@ -193,7 +197,8 @@ class Cluster {
  public:
   using Transports = std::vector<std::shared_ptr<Transport>>;
 
-  explicit Cluster(const ModelSpec& spec, int partitions, Policy policy = Policy::kInterleaved, Transports transports = {})
+  explicit Cluster(const ModelSpec& spec, int partitions, Policy policy = Policy::kInterleaved,
+                   Transports transports = {})
       : transports_(transports.empty() ? make_local_transports(partitions) : std::move(transports)) {
     at::set_num_threads(1);
     for (int rank = 0; rank < partitions; ++rank) {
@@ -212,13 +217,15 @@ class Cluster {
         for (auto below : spec.subtree(m.name)) {
           info.ordered |= spec.modules[below].ordered;
           for (const auto& name : spec.modules[below].parameters) {
-            const auto it = std::find_if(spec.parameters.begin(), spec.parameters.end(), [&](const auto& p) { return p.name == name; });
+            const auto it = std::find_if(spec.parameters.begin(), spec.parameters.end(),
+                                         [&](const auto& p) { return p.name == name; });
             info.parameters.push_back(static_cast<int>(it - spec.parameters.begin()));
           }
         }
         options.modules.push_back(std::move(info));
       }
-      engines_.push_back(std::make_unique<Engine>(transports_[static_cast<std::size_t>(rank)], models_.back(), std::move(options)));
+      engines_.push_back(
+          std::make_unique<Engine>(transports_[static_cast<std::size_t>(rank)], models_.back(), std::move(options)));
       models_.back()->engine = engines_.back().get();
     }
   }
@@ -364,8 +371,8 @@ class Cluster {
   void report() {
     for (int rank = 0; rank < size(); ++rank) {
       const auto state = engine(rank).state();
-      std::fprintf(stderr, "rank %d, step %u: %zu values, %zu calls, %zu queued, %zu frames\n", rank, engine(rank).step(), state.values, state.calls,
-                   state.queued, state.frames);
+      std::fprintf(stderr, "rank %d, step %u: %zu values, %zu calls, %zu queued, %zu frames\n", rank,
+                   engine(rank).step(), state.values, state.calls, state.queued, state.frames);
       for (const auto& line : engine(rank).describe_lanes()) {
         std::fprintf(stderr, "  %s\n", line.c_str());
       }
@@ -392,7 +399,8 @@ inline std::vector<Tensors> run_plainly(Model& model, const StepBody& body, int 
 
 /// Runs `steps` steps with both policies, over so many partitions, and expects the bits of the plain loop, and empty
 /// tables after each step. Gradients add up over the steps.
-inline void expect_equals_plain(const ModelSpec& spec, int partitions, const StepBody& body, int microbatches = 4, int steps = 2) {
+inline void expect_equals_plain(const ModelSpec& spec, int partitions, const StepBody& body, int microbatches = 4,
+                                int steps = 2) {
   for (const auto policy : {Policy::kInterleaved, Policy::kSimple}) {
     const ::testing::ScopedTrace trace(__FILE__, __LINE__, policy == Policy::kSimple ? "simple" : "interleaved");
     Cluster cluster(spec, partitions, policy);
@@ -404,7 +412,8 @@ inline void expect_equals_plain(const ModelSpec& spec, int partitions, const Ste
       for (std::size_t i = 0; i < expected.size(); ++i) {
         ASSERT_EQ(actual[i].size(), expected[i].size());
         for (std::size_t k = 0; k < expected[i].size(); ++k) {
-          expect_same_bits(actual[i][k], expected[i][k], "output " + std::to_string(k) + " of microbatch " + std::to_string(i));
+          expect_same_bits(actual[i][k], expected[i][k],
+                           "output " + std::to_string(k) + " of microbatch " + std::to_string(i));
         }
       }
       cluster.expect_gradients_of(plain);

@@ -57,15 +57,33 @@ TEST_F(EngineStep, no_module_needs_to_live_on_the_first_rank) {
 
 TEST_F(EngineStep, containers_may_nest_with_homes_0_1_0_1) {
   spec_.block("leaf", 1).block("at_0", 0).block("at_1", 1);
-  spec_.module({"third", 0, [](Model& model, const Tensors& in) { return Tensors{model("leaf", model("at_0", in[0])) + in[0]}; }, {}, {"leaf", "at_0"}});
-  spec_.module({"second", 1, [](Model& model, const Tensors& in) { return Tensors{model("third", model("at_1", in[0])) * 2}; }, {}, {"third", "at_1"}});
+  spec_.module({"third",
+                0,
+                [](Model& model, const Tensors& in) { return Tensors{model("leaf", model("at_0", in[0])) + in[0]}; },
+                {},
+                {"leaf", "at_0"}});
+  spec_.module({"second",
+                1,
+                [](Model& model, const Tensors& in) { return Tensors{model("third", model("at_1", in[0])) * 2}; },
+                {},
+                {"third", "at_1"}});
   expect_equals_plain(spec_, 2, chain({"at_0", "second", "leaf"}, batches(5)), 5);
 }
 
 TEST_F(EngineStep, containers_may_nest_over_three_ranks) {
   spec_.block("leaf", 0).block("mid", 1).block("end", 2);
-  spec_.module({"inner", 1, [](Model& model, const Tensors& in) { return Tensors{model("end", model("leaf", in[0])) + model("mid", in[0])}; }, {}, {"leaf", "mid", "end"}});
-  spec_.module({"outer", 2, [](Model& model, const Tensors& in) { return model.call("inner", {at::sin(model("inner", in[0]))}); }, {}, {"inner"}});
+  spec_.module({"inner",
+                1,
+                [](Model& model, const Tensors& in) {
+                  return Tensors{model("end", model("leaf", in[0])) + model("mid", in[0])};
+                },
+                {},
+                {"leaf", "mid", "end"}});
+  spec_.module({"outer",
+                2,
+                [](Model& model, const Tensors& in) { return model.call("inner", {at::sin(model("inner", in[0]))}); },
+                {},
+                {"inner"}});
   expect_equals_plain(spec_, 3, chain({"leaf", "outer", "end"}, batches(5)), 5);
 }
 
@@ -84,7 +102,9 @@ TEST_F(EngineStep, glue_may_use_parameters_of_any_rank) {
   spec_.block("a", 0).block("b", 1).parameter("scale", at::randn({6}), 0).parameter("shift", at::randn({6}), 1);
   spec_.module({"container",
                 1,
-                [](Model& model, const Tensors& in) { return Tensors{model("a", in[0] * model.parameter("shift")) * model.parameter("scale")}; },
+                [](Model& model, const Tensors& in) {
+                  return Tensors{model("a", in[0] * model.parameter("shift")) * model.parameter("scale")};
+                },
                 {"scale", "shift"},
                 {"a"}});
   expect_equals_plain(spec_, 2, [data = batches(4)](Model& model, int i) {
@@ -98,7 +118,10 @@ TEST_F(EngineStep, glue_may_use_parameters_of_any_rank) {
 
 TEST_F(EngineStep, a_weight_may_be_tied_between_ranks) {
   spec_.parameter("embed", at::randn({10, 6}), 0).block("b", 1);
-  spec_.module({"embedding", 0, [](Model& model, const Tensors& in) { return Tensors{at::embedding(model.parameter("embed"), in[0])}; }, {"embed"}});
+  spec_.module({"embedding",
+                0,
+                [](Model& model, const Tensors& in) { return Tensors{at::embedding(model.parameter("embed"), in[0])}; },
+                {"embed"}});
   expect_equals_plain(spec_, 2, [](Model& model, int i) {
     const auto ids = at::remainder(at::arange(8, at::kLong) * (i + 3), 10);
     const auto x = model("b", model("embedding", ids));
@@ -115,11 +138,11 @@ TEST_F(EngineStep, operators_between_ranks_run_where_the_data_lies) {
     const auto h = model("a", data[static_cast<std::size_t>(i)]);
     auto y = model("b", h);
     auto view = y.view({2, 2, 6}).transpose(0, 1).reshape({4, 6});
-    y = at::cat({view, h.slice(0, 0, 2)}, 0);                                    // operands of two ranks
-    y = y.clone().mul_(2).add_(at::ones({6}));                                   // in place
-    y = y.index({at::tensor({5, 0, 3, 3})});                                     // a local index
-    y.select(0, 1).mul_(0.5);                                                    // in place through a view
-    const auto parts = y.split(2, 1);                                            // several results
+    y = at::cat({view, h.slice(0, 0, 2)}, 0);   // operands of two ranks
+    y = y.clone().mul_(2).add_(at::ones({6}));  // in place
+    y = y.index({at::tensor({5, 0, 3, 3})});    // a local index
+    y.select(0, 1).mul_(0.5);                   // in place through a view
+    const auto parts = y.split(2, 1);           // several results
     y = parts[0] + parts[1] * parts[2];
     const auto loss = at::where(y > 0, y, y * 0.1).sum() + 3;
     loss.backward();
@@ -143,8 +166,11 @@ TEST_F(EngineStep, operators_may_write_through_views) {
 
 TEST_F(EngineStep, gradients_may_lie_in_memory_otherwise_than_their_inputs) {
   spec_.block("a", 0).block("b", 1);
-  spec_.module({"turn", 1, [](Model&, const Tensors& in) { return Tensors{at::cumsum(in[0].t(), 1) * at::arange(4.0)}; }});
-  spec_.module({"merge", 1, [](Model&, const Tensors& in) { return Tensors{at::cumsum(in[0].permute({2, 1, 0}), 0).flatten()}; }});
+  spec_.module(
+      {"turn", 1, [](Model&, const Tensors& in) { return Tensors{at::cumsum(in[0].t(), 1) * at::arange(4.0)}; }});
+  spec_.module({"merge", 1, [](Model&, const Tensors& in) {
+                  return Tensors{at::cumsum(in[0].permute({2, 1, 0}), 0).flatten()};
+                }});
   spec_.module({"spread", 1, [](Model&, const Tensors& in) { return Tensors{in[0] * in[0].t().contiguous().t()}; }});
   expect_equals_plain(spec_, 2, [data = batches(4, 4)](Model& model, int i) {
     auto h = model("b", model("a", data[static_cast<std::size_t>(i)]));
@@ -196,7 +222,9 @@ TEST_F(EngineStep, an_unused_input_gets_no_gradient) {
 
 TEST_F(EngineStep, an_unused_output_is_no_harm) {
   spec_.block("a", 0);
-  spec_.module({"two", 1, [](Model&, const Tensors& in) { return Tensors{in[0] * 2, at::exp(in[0]), at::argmax(in[0], 1)}; }});
+  spec_.module({"two", 1, [](Model&, const Tensors& in) {
+                  return Tensors{in[0] * 2, at::exp(in[0]), at::argmax(in[0], 1)};
+                }});
   expect_equals_plain(spec_, 2, [data = batches(4)](Model& model, int i) {
     const auto out = model.call("two", {model("a", data[static_cast<std::size_t>(i)])});
     const auto loss = loss_of(out[1]);
@@ -263,13 +291,16 @@ TEST_F(EngineStep, without_grad_mode_nothing_is_kept) {
 
 TEST_F(EngineStep, a_step_may_give_local_tensors_and_values_of_any_rank) {
   spec_.block("a", 0).block("b", 1);
-  expect_equals_plain(spec_, 2, [data = batches(3)](Model& model, int i) {
-    const c10::NoGradGuard no_grad;
-    const auto& x = data[static_cast<std::size_t>(i)];
-    const auto a = model("a", x);
-    const auto b = model("b", a);
-    return Tensors{x, a, b, b.t(), b.slice(0, 0, 0), (b > 0), b.expand({2, 3, 6}), b.to(at::kBFloat16)};
-  }, 3);
+  expect_equals_plain(
+      spec_, 2,
+      [data = batches(3)](Model& model, int i) {
+        const c10::NoGradGuard no_grad;
+        const auto& x = data[static_cast<std::size_t>(i)];
+        const auto a = model("a", x);
+        const auto b = model("b", a);
+        return Tensors{x, a, b, b.t(), b.slice(0, 0, 0), (b > 0), b.expand({2, 3, 6}), b.to(at::kBFloat16)};
+      },
+      3);
 }
 
 TEST_F(EngineStep, calls_of_modules_with_buffers_keep_the_order_of_microbatches) {

@@ -15,7 +15,8 @@ ModelSpec nested_spec() {
   at::manual_seed(23);
   ModelSpec spec;
   spec.block("a", 0).block("b", 1).block("c", 2);
-  spec.module({"count", 0,
+  spec.module({"count",
+               0,
                [](Model& model, const Tensors& in) {
                  auto& calls = model.buffers["calls"];
                  calls = calls.defined() ? calls + 1 : at::ones({});
@@ -24,11 +25,20 @@ ModelSpec nested_spec() {
                {},
                {},
                /*ordered=*/true});
-  spec.module({"inner", 0, [](Model& model, const Tensors& in) { return Tensors{model("c", model("count", model("b", in[0]))) + in[0]}; }, {}, {"b", "c", "count"}});
-  spec.module({"outer", 1, [](Model& model, const Tensors& in) {
+  spec.module(
+      {"inner",
+       0,
+       [](Model& model, const Tensors& in) { return Tensors{model("c", model("count", model("b", in[0]))) + in[0]}; },
+       {},
+       {"b", "c", "count"}});
+  spec.module({"outer",
+               1,
+               [](Model& model, const Tensors& in) {
                  const auto x = in[0] * 2;  // read once: three readers of a tensor may be summed in another order
                  return Tensors{model("inner", model("a", x)) + model("c", x)};
-               }, {}, {"inner", "a", "c"}});
+               },
+               {},
+               {"inner", "a", "c"}});
   return spec;
 }
 
@@ -142,8 +152,11 @@ TEST(PipelineTsanEngine, failures_anywhere_are_followed_by_good_steps) {
                    }
                    return Tensors{out};
                  }});
-    spec.module({"box" + std::to_string(home), (home + 1) % 3,
-                 [home](Model& model, const Tensors& in) { return Tensors{model("bad" + std::to_string(home), model("outer", in[0])) + in[0]}; },
+    spec.module({"box" + std::to_string(home),
+                 (home + 1) % 3,
+                 [home](Model& model, const Tensors& in) {
+                   return Tensors{model("bad" + std::to_string(home), model("outer", in[0])) + in[0]};
+                 },
                  {},
                  {"bad" + std::to_string(home), "outer"}});
   }
@@ -201,7 +214,8 @@ TEST(PipelineTsanEngine, aborts_at_any_time_from_any_rank_end_the_step_everywher
 /// A transport whose messages to one rank can be kept back, as on a slow route.
 class SlowRoute final : public Transport {
  public:
-  explicit SlowRoute(std::shared_ptr<Transport> inner) : Transport(inner->rank(), inner->size()), inner_(std::move(inner)) {
+  explicit SlowRoute(std::shared_ptr<Transport> inner)
+      : Transport(inner->rank(), inner->size()), inner_(std::move(inner)) {
     inner_->set_receiver(kEngineChannel, [this](int source, Message message) { deliver(source, std::move(message)); });
   }
   ~SlowRoute() override { inner_->set_receiver(kEngineChannel, {}); }
@@ -248,8 +262,12 @@ TEST(PipelineTsanEngine, a_late_abort_does_not_touch_the_step_that_has_begun_mea
   const auto slow = std::make_shared<SlowRoute>(transports[1]);
   transports[1] = slow;
   Cluster cluster(spec, 3, Policy::kInterleaved, transports);
-  const StepBody bad = [&](Model& model, int microbatch) { return model.call("bad", {data[static_cast<std::size_t>(microbatch)]}); };
-  const StepBody good = [&](Model& model, int microbatch) { return model.call("c", {model("a", data[static_cast<std::size_t>(microbatch)])}); };
+  const StepBody bad = [&](Model& model, int microbatch) {
+    return model.call("bad", {data[static_cast<std::size_t>(microbatch)]});
+  };
+  const StepBody good = [&](Model& model, int microbatch) {
+    return model.call("c", {model("a", data[static_cast<std::size_t>(microbatch)])});
+  };
 
   for (int round = 0; round < 3; ++round) {
     slow->keep_back(2);

@@ -64,7 +64,8 @@ TEST(GradientSums, scrambled_contributions_give_the_bits_of_the_plain_loop) {
     sums.finish_step();
     EXPECT_EQ(sums.contributions(), contributions.size());
     for (int parameter = 0; parameter < 2; ++parameter) {
-      expect_same_bits(sums.parameter(parameter).grad(), expected[static_cast<std::size_t>(parameter)], "parameter " + std::to_string(parameter));
+      expect_same_bits(sums.parameter(parameter).grad(), expected[static_cast<std::size_t>(parameter)],
+                       "parameter " + std::to_string(parameter));
     }
   }
 }

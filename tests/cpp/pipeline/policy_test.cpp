@@ -75,7 +75,8 @@ TEST(Policy, what_takes_under_an_eighth_of_the_longest_goes_first) {
 
 TEST(Policy, the_choice_does_not_depend_on_the_order_of_candidates) {
   using enum Urgency;
-  std::vector<Candidate> ready{{kForward, 0, 0}, {kBackward, 1, 1}, {kOperator, 0, 2}, {kBackward, 0, 3}, {kForward, 1, 4}};
+  std::vector<Candidate> ready{
+      {kForward, 0, 0}, {kBackward, 1, 1}, {kOperator, 0, 2}, {kBackward, 0, 3}, {kForward, 1, 4}};
   for (const auto policy : kAll) {
     const auto expected = ready[choose(policy, ready)].arrival;
     for (std::size_t turn = 0; turn < ready.size(); ++turn) {

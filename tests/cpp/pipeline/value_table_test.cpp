@@ -41,7 +41,8 @@ TEST_F(ValueTableTest, store_pin_unpin_and_release_may_come_in_any_order) {
   std::sort(events.begin(), events.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
   do {
     const auto place = [&](const char* name) {
-      return std::find_if(events.begin(), events.end(), [&](const auto& event) { return event.first == name; }) - events.begin();
+      return std::find_if(events.begin(), events.end(), [&](const auto& event) { return event.first == name; }) -
+             events.begin();
     };
     // An instruction pins before the issuer can release, and runs (and unpins) once the value is there.
     if (place("unpin") < place("pin") || place("unpin") < place("store") || place("release") < place("pin")) {
@@ -54,7 +55,8 @@ TEST_F(ValueTableTest, store_pin_unpin_and_release_may_come_in_any_order) {
       EXPECT_EQ(table_.size(), i + 1 < events.size() ? 1U : 0U) << order;
     }
     trash_.clear();
-  } while (std::next_permutation(events.begin(), events.end(), [](const auto& a, const auto& b) { return a.first < b.first; }));
+  } while (std::next_permutation(events.begin(), events.end(),
+                                 [](const auto& a, const auto& b) { return a.first < b.first; }));
 }
 
 TEST_F(ValueTableTest, every_pin_counts) {

@@ -20,7 +20,8 @@ Instruction round_trip(const Instruction& instruction) {
 
 TEST(Wire, fields_come_back_in_their_order) {
   Writer writer;
-  writer(std::int32_t{-7}, std::string("a\0b", 3), true, 0.25, std::vector<std::string>{"", "x"}, std::vector<std::int64_t>{});
+  writer(std::int32_t{-7}, std::string("a\0b", 3), true, 0.25, std::vector<std::string>{"", "x"},
+         std::vector<std::int64_t>{});
   Reader reader(writer.bytes());
   EXPECT_EQ(reader.get<std::int32_t>(), -7);
   EXPECT_EQ(reader.get<std::string>(), std::string("a\0b", 3));
@@ -135,7 +136,8 @@ TEST(WireOfInstruction, only_calls_and_operators_change_values_in_place) {
   Call call;
   call.mutated = {4};
   EXPECT_EQ(*Instruction({1, 0, 0, 1, false, {}, call}).mutated(), std::vector<ValueId>{4});
-  EXPECT_EQ(*Instruction({1, 0, 0, 1, false, {}, Op{"n", "o", "", {3}, {3}, {}, 0}}).mutated(), std::vector<ValueId>{3});
+  EXPECT_EQ(*Instruction({1, 0, 0, 1, false, {}, Op{"n", "o", "", {3}, {3}, {}, 0}}).mutated(),
+            std::vector<ValueId>{3});
   EXPECT_EQ(Instruction({1, 0, 0, 1, false, {}, Send{1, 1, 2}}).mutated(), nullptr);
 }
 

@@ -28,7 +28,7 @@ class FailsInBackward(torch.autograd.Function):
         raise ArithmeticError("bad gradient")
 
 
-class Unpicklable(Exception):
+class UnpicklableError(Exception):
     """Its arguments do not fit its constructor, so it can't be built again on another rank."""
 
     def __init__(self, what: str, where: str) -> None:
@@ -46,7 +46,7 @@ class Fails(nn.Linear):
         if self.calls == 3 and self.how == "forward":
             raise ValueError("too much")
         if self.calls == 3 and self.how == "unpicklable":
-            raise Unpicklable("broken", "home")
+            raise UnpicklableError("broken", "home")
         if self.calls == 3 and self.how == "exit":
             sys.exit(7)
         if self.calls == 3 and self.how == "kill":

@@ -54,7 +54,7 @@ def names_everywhere(kind: str, partitions: int) -> dict[str, Any]:
             "user's own": model.get_module() is net and all(map(lambda a, b: a is b, model.parameters(), net.parameters())),
             "local objects": [
                 all(dict(net.named_modules())[n] is m for n, m in model.local_named_modules()),
-                [m for m in model.local_modules()] == [m for _, m in model.local_named_modules()],
+                list(model.local_modules()) == [m for _, m in model.local_named_modules()],
                 all(a is b for a, (_, b) in zip(model.local_parameters(), model.local_named_parameters(), strict=True)),
                 all(a is b for a, (_, b) in zip(model.local_buffers(), model.local_named_buffers(), strict=True)),
             ],
@@ -143,7 +143,7 @@ def state_errors(partitions: int) -> dict[str, Any]:
         "shape": {**good, "second.bias": torch.zeros(7)},
     }
     with job(partitions):
-        net, model = small_job(partitions)
+        _, model = small_job(partitions)
         for when in ("before", "after"):
             for name, entries in bad.items():
                 facts[f"{name} {when}"] = raised(model.load_state_dict, entries)

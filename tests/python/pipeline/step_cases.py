@@ -365,7 +365,7 @@ class Calls(torch.nn.Module):
 def misuse_in_a_module() -> Any:
     """A step, and an optimizer's step, in the forward of a module that lives on the rank that follows."""
     messages = []
-    for attempt in (lambda: train_step(None, *make_batch()), lambda: optimizer.step()):
+    for attempt in (lambda: train_step(None, *make_batch()), lambda: optimizer.step()):  # noqa: B023
         with job():
             net = make_net()
             net.second = Calls(attempt)

@@ -43,7 +43,9 @@ class Launch:
         took_s = time.monotonic() - started
         hopeless.cancel()
         self.output = [(folder / f"rank{rank}").read_text() for rank in range(2)]
-        self.text = "\n".join([*(f"rank {rank}:\n{text}" for rank, text in enumerate(self.output)), "mpirun:\n", *lines])
+        self.text = "\n".join(
+            [*(f"rank {rank}:\n{text}" for rank, text in enumerate(self.output)), "mpirun:\n", *lines]
+        )
         assert took_s < END_S, f"the launch took {took_s:.0f} s to end:\n{self.text}"
 
     def left_behind(self):
@@ -142,7 +144,11 @@ RECOVERABLE = {
     ("forward swallowed", 1): ("ValueError", "too much", "rank 1, microbatch 2, CALL of module 'second'"),
     ("backward", 0): ("ArithmeticError", "bad gradient", "rank 0, microbatch 2, BACKWARD of module 'first'"),
     ("backward", 1): ("ArithmeticError", "bad gradient", "rank 1, microbatch 2, BACKWARD of module 'second'"),
-    ("unpicklable", 1): ("SMPFailureError", "Unpicklable: broken at home", "rank 1, microbatch 2, CALL of module 'second'"),
+    ("unpicklable", 1): (
+        "SMPFailureError",
+        "UnpicklableError: broken at home",
+        "rank 1, microbatch 2, CALL of module 'second'",
+    ),
     ("exit", 1): ("SystemExit", "7", "rank 1, microbatch 2, CALL of module 'second'"),
     ("step function", None): ("LookupError", "no such thing", "rank 0, microbatch 2"),
     ("odd batch", None): ("SMPUsageError", "(7, 4)", ""),

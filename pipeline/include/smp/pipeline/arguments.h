@@ -20,7 +20,8 @@ c10::IValue read_argument(Reader& reader, const TensorReader& tensor);
 /// Calls `visit` for each tensor of an argument, lists included, and puts what it returns in its place.
 void replace_tensors(c10::IValue& argument, const std::function<at::Tensor(const at::Tensor&)>& visit);
 
-/// A small local tensor with its data, and whether it is a Python number in disguise (which promotes types differently).
+/// A small local tensor with its data, and whether it is a Python number in disguise (which promotes types
+/// differently).
 void write_inline(const at::Tensor& tensor, Writer& writer);
 at::Tensor read_inline(Reader& reader);
 

@@ -50,16 +50,17 @@ struct EngineOptions {
   std::vector<int> peers;  // transport rank of each partition; its size is the number of partitions
   std::vector<ModuleInfo> modules;
   std::vector<ParameterInfo> parameters;
-  std::uint32_t generation = 0;  // of the model: late messages of an earlier engine on this transport are not for this one
+  std::uint32_t generation =
+      0;  // of the model: late messages of an earlier engine on this transport are not for this one
 };
 
 /// What a call gives back, as its owner reports it and its issuer remembers it.
 struct CallReport {
   std::string tree;
   std::vector<TensorMeta> outputs;
-  std::vector<std::int32_t> changed;      // inputs that the call changed in place: each is one more output of its node
+  std::vector<std::int32_t> changed;  // inputs that the call changed in place: each is one more output of its node
   std::vector<TensorMeta> changed_metas;
-  std::vector<std::uint8_t> reach;        // [edge of node][input]: can a gradient get there
+  std::vector<std::uint8_t> reach;  // [edge of node][input]: can a gradient get there
 
   [[nodiscard]] std::string encode() const;  // all but reach
   static CallReport decode(Reader& reader);
@@ -74,9 +75,9 @@ struct CallOutcome {
 struct EngineCounts {
   std::map<std::string, std::int64_t> executed;  // by name of instruction
   std::int64_t issued = 0;
-  std::int64_t moved_bytes = 0;   // values that left this rank
+  std::int64_t moved_bytes = 0;  // values that left this rank
   std::int64_t moved_values = 0;
-  std::int64_t waits = 0;         // for what is not known yet, or data
+  std::int64_t waits = 0;  // for what is not known yet, or data
   std::int64_t gradient_contributions = 0;
 };
 
@@ -88,8 +89,9 @@ struct EngineState {
   std::size_t frames = 0;
 };
 
-/// One for each rank. Threads: the issuing thread is the caller's; one executor (a second takes over only while one waits) and
-/// the transport's thread. All functions may block only where they say so. None is collective unless it says so.
+/// One for each rank. Threads: the issuing thread is the caller's; one executor (a second takes over only while one
+/// waits) and the transport's thread. All functions may block only where they say so. None is collective unless it says
+/// so.
 class Engine {
  public:
   Engine(std::shared_ptr<Transport> transport, std::shared_ptr<Host> host, EngineOptions options);
@@ -106,7 +108,8 @@ class Engine {
 
   /// Partition 0: starts a step that all ranks know as `name`.
   void begin_step(const std::string& name);
-  /// Partition 0: opens the frame of a microbatch and makes it this thread's. Blocks while `active_microbatches` are unfinished.
+  /// Partition 0: opens the frame of a microbatch and makes it this thread's. Blocks while `active_microbatches` are
+  /// unfinished.
   void begin_microbatch(std::int32_t microbatch);
   /// Partition 0: all was issued. Does not block.
   void end_microbatch();
@@ -116,8 +119,8 @@ class Engine {
   void finish_microbatches();
   /// Partition 0: gives `outputs` to all ranks, which then leave the step.
   void end_step(const std::string& outputs);
-  /// Other partitions: runs the step until partition 0 ends it; returns its outputs. Blocks. Throws UsageError, on all ranks, when
-  /// partition 0 runs another step than `name`.
+  /// Other partitions: runs the step until partition 0 ends it; returns its outputs. Blocks. Throws UsageError, on all
+  /// ranks, when partition 0 runs another step than `name`.
   std::string follow_step(const std::string& name);
 
   /// Ends the step on all ranks; the first failure wins. Any thread.
@@ -131,14 +134,16 @@ class Engine {
   // ---- issuing: from a thread with a current frame
 
   /// Calls a module at its home. Blocks only when it does not know yet what comes out.
-  CallOutcome call(std::int32_t module, const std::string& tree, const std::vector<at::Tensor>& tensors, const std::string& training);
+  CallOutcome call(std::int32_t module, const std::string& tree, const std::vector<at::Tensor>& tensors,
+                   const std::string& training);
   /// `x` as a remote tensor at `home`, by a differentiable move. Does not block.
   at::Tensor to_home(const at::Tensor& x, int home, bool remember = true);
   /// `x` as a tensor of this process, differentiable. Blocks.
   at::Tensor to_local(const at::Tensor& x);
   /// The data of `x`, without autograd. Blocks.
   at::Tensor fetch(const at::Tensor& x);
-  /// fetch() in two halves: the first asks for the data and does not block, the second, which needs no frame, waits for it.
+  /// fetch() in two halves: the first asks for the data and does not block, the second, which needs no frame, waits for
+  /// it.
   ValueId begin_fetch(const at::Tensor& x);
   at::Tensor end_fetch(ValueId arrival);
   /// Sends one instruction to a partition. Does not block.
@@ -161,9 +166,8 @@ class Engine {
   std::vector<std::string> describe_lanes() const;
 
  private:
-
-  /// What must not be destroyed under the lock: the end of a tensor may need the interpreter's lock, which another thread may
-  /// hold while it waits for ours. Declared before the lock, so that it goes after it.
+  /// What must not be destroyed under the lock: the end of a tensor may need the interpreter's lock, which another
+  /// thread may hold while it waits for ours. Declared before the lock, so that it goes after it.
   struct Leftovers {
     ValueTable::Trash values;
     std::vector<std::shared_ptr<Frame>> frames;
@@ -204,8 +208,8 @@ class Engine {
   void run(const Instruction& instruction, const Alias& alias);
   void run(const Instruction& instruction, const End& end);
   void run(const Instruction& instruction, const Close& close);
-  std::vector<at::Tensor> run_autograd(const Instruction& instruction, CallRecord& record, std::vector<at::Tensor> gradients, std::int64_t pass,
-                                       bool keep_graph);
+  std::vector<at::Tensor> run_autograd(const Instruction& instruction, CallRecord& record,
+                                       std::vector<at::Tensor> gradients, std::int64_t pass, bool keep_graph);
   void store(ValueId id, at::Tensor data);
   void store(ValueId id, std::shared_ptr<CallRecord> record);
   at::Tensor value(ValueId id) const;
@@ -235,7 +239,7 @@ class Engine {
   std::unordered_map<ValueId, std::string> replies_;
   std::atomic<std::uint64_t> counter_{1};
 
-  std::mutex receive_mutex_;  // taken before mutex_
+  std::mutex receive_mutex_;                    // taken before mutex_
   std::vector<std::pair<int, Message>> early_;  // of a step that this rank has not entered, in the order they came
 
   std::uint32_t entered_step_ = 0;

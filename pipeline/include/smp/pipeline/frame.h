@@ -13,7 +13,8 @@ namespace smp::pipeline {
 
 class Engine;
 
-/// The step function of one microbatch, or the body of a CALL or BACKWARD of a container. One thread at a time runs in a frame.
+/// The step function of one microbatch, or the body of a CALL or BACKWARD of a container. One thread at a time runs in
+/// a frame.
 struct Frame {
   /// A tensor goes to a rank once in a frame; the entry is worthless when its source has died.
   struct Moved {
@@ -29,7 +30,7 @@ struct Frame {
   std::int32_t microbatch = 0;
   std::uint32_t step = 0;
   bool outermost = false;
-  FrameId parent = 0;                // lane of the instruction that opened it
+  FrameId parent = 0;  // lane of the instruction that opened it
   std::vector<FrameId> ancestors;
   std::uint64_t context = 0;         // of the calls that it issues
   std::int64_t pass = 0;             // that the BACKWARD which opened it belongs to; 0: its own calls of backward count

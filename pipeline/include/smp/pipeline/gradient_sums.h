@@ -12,17 +12,20 @@
 
 namespace smp::pipeline {
 
-/// Contributions of one call of backward in one microbatch are summed first, as autograd does; the sums are then added to
+/// Contributions of one call of backward in one microbatch are summed first, as autograd does; the sums are then added
+/// to
 /// `.grad` in the order of microbatches. So every run gives the bits of the plain loop over microbatches.
 ///
 ///   microbatch:      0 (lowest open)        1                  2
 ///   contribution:    into .grad as soon     waits for          waits for
 ///                    as no call is left     close(0)           close(0), close(1)
 ///
-/// Thread-safe, but `.grad` of the parameters belongs to the thread that holds the compute token: only it adds and closes.
+/// Thread-safe, but `.grad` of the parameters belongs to the thread that holds the compute token: only it adds and
+/// closes.
 class GradientSums {
  public:
-  explicit GradientSums(std::vector<at::Tensor> parameters) : parameters_(std::move(parameters)), pending_(parameters_.size()) {}
+  explicit GradientSums(std::vector<at::Tensor> parameters)
+      : parameters_(std::move(parameters)), pending_(parameters_.size()) {}
 
   [[nodiscard]] const at::Tensor& parameter(int index) const { return parameters_[static_cast<std::size_t>(index)]; }
 
@@ -53,7 +56,7 @@ class GradientSums {
   void forget();
 
   std::vector<at::Tensor> parameters_;
-  mutable std::mutex mutex_;  // of all below
+  mutable std::mutex mutex_;                              // of all below
   std::vector<std::map<std::int32_t, Pending>> pending_;  // for each parameter, by microbatch
   std::set<std::int32_t> closed_;
   std::int32_t lowest_open_ = 0;

@@ -26,8 +26,8 @@ struct Failure {
   [[nodiscard]] std::string describe() const;
 };
 
-/// Runs modules, and adapts the engine's threads to the language that modules are written in. Methods are called from the
-/// engine's threads and from issuing threads, never under an engine lock.
+/// Runs modules, and adapts the engine's threads to the language that modules are written in. Methods are called from
+/// the engine's threads and from issuing threads, never under an engine lock.
 class Host {
  public:
   struct Outcome {
@@ -41,7 +41,8 @@ class Host {
   virtual ~Host() = default;
 
   /// Runs `forward` of a module, whatever it throws. `training` holds a byte for each module of its subtree.
-  virtual Outcome run(std::int32_t module, const std::string& tree, std::vector<at::Tensor> inputs, const std::string& training) = 0;
+  virtual Outcome run(std::int32_t module, const std::string& tree, std::vector<at::Tensor> inputs,
+                      const std::string& training) = 0;
 
   /// Fills message and payload from an exception that left run() or autograd.
   virtual void describe(const std::exception_ptr& error, Failure& failure);

@@ -36,11 +36,11 @@ struct Call {
   std::vector<ValueId> inputs;
   std::vector<std::uint8_t> wants;  // which inputs need a gradient
   Modes modes;
-  std::string training;         // a byte for each module of the subtree
-  std::int64_t ticket = -1;     // position among the calls of a module with buffers in this context; -1: any order
-  std::uint64_t context = 0;    // the containers, from the step function down, whose frame calls
-  bool report = false;          // the issuer does not know yet what comes out, and waits for it
-  std::uint64_t expected = 0;   // else: hash of the report that it relies on
+  std::string training;          // a byte for each module of the subtree
+  std::int64_t ticket = -1;      // position among the calls of a module with buffers in this context; -1: any order
+  std::uint64_t context = 0;     // the containers, from the step function down, whose frame calls
+  bool report = false;           // the issuer does not know yet what comes out, and waits for it
+  std::uint64_t expected = 0;    // else: hash of the report that it relies on
   std::vector<ValueId> mutated;  // inputs that the call is known to change in place
 
   template <typename Archive>
@@ -59,7 +59,8 @@ struct Op {
   std::vector<ValueId> values;
   std::vector<ValueId> mutated;
   std::vector<ValueId> results;  // 0 for a result nobody can see
-  ValueId reply = 0;  // not 0: what comes out depends on data; results are named results[0] + (k << kRankBits), and the issuer waits
+  ValueId reply = 0;  // not 0: what comes out depends on data; results are named results[0] + (k << kRankBits), and the
+                      // issuer waits
 
   template <typename Archive>
   void fields(Archive& archive) {
@@ -82,7 +83,8 @@ struct Backward {
   }
 };
 
-/// A parameter that a frame uses outside its module enters as a value of its home; its gradient comes back as Accumulate.
+/// A parameter that a frame uses outside its module enters as a value of its home; its gradient comes back as
+/// Accumulate.
 struct Lift {
   std::int32_t parameter = 0;
   ValueId record = 0;
@@ -130,7 +132,8 @@ struct Alias {
   }
 };
 
-/// Last of a lane. Runs when all before it ran and the frames that they opened are done; answers DONE to the frame's rank.
+/// Last of a lane. Runs when all before it ran and the frames that they opened are done; answers DONE to the frame's
+/// rank.
 struct End {
   template <typename Archive>
   void fields(Archive&) {}
@@ -149,7 +152,7 @@ struct Instruction {
   std::int32_t issuer = 0;
   std::int32_t microbatch = 0;
   std::uint32_t step = 0;
-  bool outermost = false;  // issued by the step function itself
+  bool outermost = false;          // issued by the step function itself
   std::vector<FrameId> ancestors;  // frames that wait for the issuing frame; empty for the outermost
   Body body;
 

@@ -24,7 +24,8 @@ namespace smp::pipeline {
 /// Not thread-safe: the engine's lock guards it.
 class Lanes {
  public:
-  Lanes(Policy policy, int partition, int partitions) : policy_(policy), partition_(partition), partitions_(partitions) {}
+  Lanes(Policy policy, int partition, int partitions)
+      : policy_(policy), partition_(partition), partitions_(partitions) {}
 
   void push(Instruction instruction);
 
@@ -68,7 +69,7 @@ class Lanes {
   std::int32_t lowest_unfinished_ = 0;
   std::set<std::int32_t> finished_;
   std::map<std::pair<std::int32_t, std::uint64_t>, std::int64_t> next_ticket_;  // by module and context
-  std::map<std::pair<std::size_t, std::int32_t>, double> costs_ms_;            // running mean, by kind of instruction and module
+  std::map<std::pair<std::size_t, std::int32_t>, double> costs_ms_;  // running mean, by kind of instruction and module
 };
 
 }  // namespace smp::pipeline

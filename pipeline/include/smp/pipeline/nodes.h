@@ -18,7 +18,11 @@ class CallNode final : public torch::autograd::Node {
  public:
   CallNode(Handle call, std::int32_t module, std::vector<std::uint8_t> wants, std::vector<TensorMeta> inputs,
            std::vector<std::uint8_t> reach)
-      : call_(std::move(call)), module_(module), wants_(std::move(wants)), inputs_(std::move(inputs)), reach_(std::move(reach)) {}
+      : call_(std::move(call)),
+        module_(module),
+        wants_(std::move(wants)),
+        inputs_(std::move(inputs)),
+        reach_(std::move(reach)) {}
   torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override;
   void release_variables() override { released_ = true; }
   [[nodiscard]] std::string name() const override { return "smp::CallNode"; }
@@ -54,7 +58,8 @@ class LiftNode final : public torch::autograd::Node {
   Handle record_;
 };
 
-/// Where the graph of a call meets its inputs: keeps their gradients. The inputs are not leaves, so in-place works on them.
+/// Where the graph of a call meets its inputs: keeps their gradients. The inputs are not leaves, so in-place works on
+/// them.
 class CaptureNode final : public torch::autograd::Node {
  public:
   explicit CaptureNode(std::shared_ptr<CapturedGradients> captured) : captured_(std::move(captured)) {}
@@ -66,7 +71,8 @@ class CaptureNode final : public torch::autograd::Node {
 };
 
 /// For each root and each output of `capture`: is there a path. Row by row.
-std::vector<std::uint8_t> reachable(const std::vector<torch::autograd::Edge>& roots, const torch::autograd::Node* capture, std::size_t inputs);
+std::vector<std::uint8_t> reachable(const std::vector<torch::autograd::Edge>& roots,
+                                    const torch::autograd::Node* capture, std::size_t inputs);
 
 /// The leaf tensors that backward from `root` may accumulate into.
 std::vector<at::Tensor> leaves_below(const torch::autograd::Edge& root);

@@ -26,13 +26,13 @@ struct Candidate {
 };
 inline constexpr double kUnknownCost = -1;
 
-/// Index of the candidate to run. What is brief beside the longest candidate goes first: another rank may wait for it (a head
-/// that is tied to the embedding, say), and it delays the others little. Then what continues, since the next rank waits for
-/// the end of a run of layers and not for a part of it. Precondition: candidates is not empty.
+/// Index of the candidate to run. What is brief beside the longest candidate goes first: another rank may wait for it
+/// (a head that is tied to the embedding, say), and it delays the others little. Then what continues, since the next
+/// rank waits for the end of a run of layers and not for a part of it. Precondition: candidates is not empty.
 std::size_t choose(Policy policy, const std::vector<Candidate>& candidates);
 
-/// The first microbatch that rank `partition` may not take up yet while `lowest_unfinished` is the lowest one that it has not
-/// finished: running further ahead would hold more activations than 1F1B does. `simple` has no such bound.
+/// The first microbatch that rank `partition` may not take up yet while `lowest_unfinished` is the lowest one that it
+/// has not finished: running further ahead would hold more activations than 1F1B does. `simple` has no such bound.
 std::int32_t admission_limit(Policy policy, std::int32_t lowest_unfinished, int partition, int partitions);
 
 }  // namespace smp::pipeline

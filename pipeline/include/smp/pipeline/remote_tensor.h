@@ -37,8 +37,8 @@ class ReleaseQueue {
   std::atomic<std::size_t> size_{0};
 };
 
-/// Keeps one value (or call) of a rank alive. The last copy's end releases it. A borrowed handle belongs to a frame that was
-/// lent the value: it only gives back a pin.
+/// Keeps one value (or call) of a rank alive. The last copy's end releases it. A borrowed handle belongs to a frame
+/// that was lent the value: it only gives back a pin.
 class ValueHandle : public c10::intrusive_ptr_target {
  public:
   ValueHandle(std::shared_ptr<ReleaseQueue> queue, int home, ValueId id, bool borrowed)
@@ -59,9 +59,9 @@ class ValueHandle : public c10::intrusive_ptr_target {
 };
 using Handle = c10::intrusive_ptr<ValueHandle>;
 
-/// The tensor without data. Two dispatch keys that nothing else uses bring its operators to us: DeferredInit, above autograd,
-/// gives the operands one home; Fake, below autograd, issues the operator there (operators.cpp). To autograd it is a CPU
-/// tensor, so that its nodes run on the thread that called backward.
+/// The tensor without data. Two dispatch keys that nothing else uses bring its operators to us: DeferredInit, above
+/// autograd, gives the operands one home; Fake, below autograd, issues the operator there (operators.cpp). To autograd
+/// it is a CPU tensor, so that its nodes run on the thread that called backward.
 class RemoteImpl final : public c10::TensorImpl {
  public:
   RemoteImpl(Handle handle, const TensorMeta& meta);

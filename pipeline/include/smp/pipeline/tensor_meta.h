@@ -10,8 +10,8 @@
 
 namespace smp::pipeline {
 
-/// Shape, strides and storage offset (in elements), dtype and requires_grad of a tensor. Autograd tells by the offset which part
-/// of its base a view is.
+/// Shape, strides and storage offset (in elements), dtype and requires_grad of a tensor. Autograd tells by the offset
+/// which part of its base a view is.
 struct TensorMeta {
   std::vector<std::int64_t> sizes;
   std::vector<std::int64_t> strides;

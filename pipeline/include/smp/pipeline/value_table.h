@@ -14,9 +14,9 @@ namespace smp::pipeline {
 
 struct CallRecord;
 
-/// An entry lives until it was released and nobody pins it. Instructions pin what they name from their arrival until they ran;
-/// frames pin what they were lent. Not thread-safe: the engine's lock guards it. Entries that go are handed to the caller,
-/// who must drop them without the lock: the end of a tensor may need other locks.
+/// An entry lives until it was released and nobody pins it. Instructions pin what they name from their arrival until
+/// they ran; frames pin what they were lent. Not thread-safe: the engine's lock guards it. Entries that go are handed
+/// to the caller, who must drop them without the lock: the end of a tensor may need other locks.
 class ValueTable {
  public:
   struct Entry {

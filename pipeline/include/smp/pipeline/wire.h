@@ -25,8 +25,7 @@ class Writer {
 
  private:
   template <typename T>
-    requires(std::is_arithmetic_v<T> || std::is_enum_v<T>)
-  void write(const T& value) {
+  requires(std::is_arithmetic_v<T> || std::is_enum_v<T>) void write(const T& value) {
     bytes_.append(reinterpret_cast<const char*>(&value), sizeof(T));
   }
   void write(const std::string& text) {
@@ -64,15 +63,15 @@ class Reader {
  private:
   std::string_view cut(std::size_t size) {
     if (size > rest_.size()) {
-      throw_failure("a message between ranks ended {} bytes too early: do all ranks run the same version of smp?", size - rest_.size());
+      throw_failure("a message between ranks ended {} bytes too early: do all ranks run the same version of smp?",
+                    size - rest_.size());
     }
     auto head = rest_.substr(0, size);
     rest_.remove_prefix(size);
     return head;
   }
   template <typename T>
-    requires(std::is_arithmetic_v<T> || std::is_enum_v<T>)
-  void read(T& value) {
+  requires(std::is_arithmetic_v<T> || std::is_enum_v<T>) void read(T& value) {
     std::memcpy(&value, cut(sizeof(T)).data(), sizeof(T));
   }
   void read(std::string& text) { text = std::string(cut(get<std::uint64_t>())); }

@@ -24,9 +24,9 @@ inline constexpr std::chrono::microseconds kLongestDoze{500};
 
 /// How long to sleep before the next look; 0 means to yield only.
 ///
-/// MPI moves only while somebody calls it, and looking costs a core that may compute (hard looking slows even the sibling of
-/// a hyper-threaded core). So a rank that waits looks hard for a millisecond and then the less often the longer nothing
-/// came, and one that computes looks now and then.
+/// MPI moves only while somebody calls it, and looking costs a core that may compute (hard looking slows even the
+/// sibling of a hyper-threaded core). So a rank that waits looks hard for a millisecond and then the less often the
+/// longer nothing came, and one that computes looks now and then.
 inline std::chrono::microseconds pause_before_look(const Pace& pace) {
   if (pace.busy) {
     return pace.transferring ? kTransferPause : kBusyPause;
