@@ -115,9 +115,14 @@ void Engine::enter_step() {
     // What a failed step still runs, or waits for, ends first: it must not meet the values of the next one.
     changed_.wait(lock, [&] { return !failed_ || idle_executors_ == static_cast<int>(executors_.size()); });
   }
+  Leftovers leftovers;
   const std::lock_guard receiving(receive_mutex_);
   {
     const std::lock_guard lock(mutex_);
+    if (failed_) {  // releases of what the failed step had named, but no longer issued
+      leftovers.values = values_.clear();
+      leftovers.releases = std::exchange(releases_, std::make_shared<ReleaseQueue>());
+    }
     if (closed_) {
       throw_usage("a step was called on a model that was closed");
     }

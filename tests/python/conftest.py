@@ -6,10 +6,14 @@ import pytest
 from cluster import Cluster
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--soak", action="store_true", help="repeat 20 times what is repeated twice otherwise")
+
+
 @pytest.fixture(scope="session")
 def repetitions(request: pytest.FixtureRequest) -> int:
-    """How often an exactness test runs the same training. Under --soak the whole test is repeated anyway."""
-    return 1 if request.config.getoption("--soak") else 2
+    """How often an exactness test runs the same training."""
+    return 20 if request.config.getoption("--soak") else 2
 
 
 @pytest.fixture(scope="session")

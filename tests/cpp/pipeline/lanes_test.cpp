@@ -118,6 +118,20 @@ TEST_F(LanesTest, what_is_brief_beside_the_others_goes_first) {
   EXPECT_EQ(run(), "BACKWARD");
 }
 
+TEST_F(LanesTest, the_lane_that_ran_last_goes_on) {
+  push(1, call(1), 0);
+  push(2, call(2), 1);
+  push(2, call(3), 1);
+  EXPECT_EQ(run(), "CALL 1");
+  push(1, Send{50, 1, 51}, 0);  // waits
+  EXPECT_EQ(run(), "CALL 2");
+  values_.store(50, at::ones({}), trash_);
+  push(3, call(4), 0);
+  EXPECT_EQ(run(), "CALL 3");
+  EXPECT_EQ(run(), "SEND");
+  EXPECT_EQ(run(), "CALL 4");
+}
+
 TEST_F(LanesTest, calls_beyond_the_admission_limit_wait_until_a_microbatch_is_finished) {
   const auto limit = admission_limit(Policy::kInterleaved, 0, 0, 2);
   for (std::int32_t microbatch = 0; microbatch <= limit; ++microbatch) {

@@ -155,7 +155,9 @@ def model_of_the_script(**how: str) -> Iterator[smp.DistributedModel]:
     net = make_failing_net()
     for name, value in how.items():
         getattr(net, name).how = value
-    yield distribute(net)
+    model = distribute(net)
+    tell_the_test("start")
+    yield model
     print("reached the end")
 
 
@@ -209,10 +211,12 @@ def raise_outside() -> None:
 
 
 def wrong_configuration() -> None:
+    tell_the_test("start")
     smp.init({"partitions": 2, "microbatches": 0})
 
 
 def wrong_number_of_ranks() -> None:
+    tell_the_test("start")
     smp.init({"partitions": 3})
 
 
@@ -252,5 +256,4 @@ if __name__ == "__main__":
     os.dup2(log, 1)
     os.dup2(log, 2)
     torch.set_num_threads(1)
-    tell_the_test("start")
     SCRIPTS[sys.argv[1]]()

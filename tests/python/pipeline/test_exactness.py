@@ -25,7 +25,6 @@ def check(outcomes, case, partitions):
             assert facts["remote_bytes"] == 0, where
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize("pipeline", ["interleaved", "simple"])
 @pytest.mark.parametrize("partitions", [1, 2, 4])
 @pytest.mark.parametrize("name", sorted(models.BUILDERS))

@@ -11,8 +11,8 @@ import failure_cases
 import pytest
 from cluster import mpirun, rank_environment
 
-START_S = 90  # importing torch on every rank, on a busy machine
-END_S = 30  # from the start of the script, which fails soon, to the end of the last process
+START_S = 180  # importing torch on every rank, on a busy machine
+END_S = 30  # from the first step, which fails soon, to the end of the last process
 
 
 class Launch:
@@ -30,7 +30,7 @@ class Launch:
             mpirun(2, failure_cases.__file__, name, str(folder)),
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=rank_environment(SMP_TEST_LAUNCH=str(folder)),
         )  # fmt: skip
-        hopeless = threading.Timer(START_S + END_S, process.kill)
+        hopeless = threading.Timer(START_S + END_S, self._kill)
         hopeless.start()
         lines, started = [], time.monotonic()
         for line in process.stdout:
@@ -47,6 +47,10 @@ class Launch:
             [*(f"rank {rank}:\n{text}" for rank, text in enumerate(self.output)), "mpirun:\n", *lines]
         )
         assert took_s < END_S, f"the launch took {took_s:.0f} s to end:\n{self.text}"
+
+    def _kill(self):
+        for process in self.left_behind():
+            os.kill(int(process), signal.SIGKILL)
 
     def left_behind(self):
         """Processes of this launch that still run."""
