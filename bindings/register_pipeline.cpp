@@ -204,7 +204,7 @@ void register_engine(py::module_& module) {
       .def("begin_step", &Engine::begin_step, without_gil)
       .def("begin_microbatch", &Engine::begin_microbatch, without_gil)
       .def("end_microbatch", &Engine::end_microbatch, without_gil)
-      .def("leave_microbatch", &Engine::leave_microbatch, without_gil)
+      .def("leave_failed_step", &Engine::leave_failed_step, without_gil)
       .def("finish_microbatches", &Engine::finish_microbatches, without_gil)
       .def(
           "end_step", [](Engine& engine, const std::string& outputs) { engine.end_step(outputs); }, without_gil)

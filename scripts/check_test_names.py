@@ -15,7 +15,9 @@ NAMES_FILE = ROOT / "tests" / "test_names.txt"
 def output_of(command: list[str]) -> str:
     result = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if result.returncode != 0:
-        sys.exit(f"{' '.join(command)} failed with {result.returncode}:\n{result.stdout}{result.stderr}")
+        # The end says what went wrong; before it stands the list of all tests.
+        last_lines = (result.stdout + result.stderr).splitlines()[-30:]
+        sys.exit("\n".join([f"{' '.join(command)} failed with {result.returncode}:", *last_lines]))
     return result.stdout
 
 

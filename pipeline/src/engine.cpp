@@ -15,6 +15,19 @@ namespace {
 
 constexpr std::chrono::milliseconds kInterruptInterval{50};
 
+/// Around what blocks: without the interpreter's lock.
+class Outside {
+ public:
+  explicit Outside(Host& host) : host_(host), state_(host.leave_interpreter()) {}
+  ~Outside() { host_.enter_interpreter(state_); }
+  Outside(const Outside&) = delete;
+  Outside& operator=(const Outside&) = delete;
+
+ private:
+  Host& host_;
+  void* state_;
+};
+
 std::vector<at::Tensor> tensors_of(const std::vector<ParameterInfo>& parameters) {
   std::vector<at::Tensor> tensors;
   tensors.reserve(parameters.size());
@@ -110,11 +123,7 @@ void Engine::enter_step() {
     frozen.push_back(parameter.tensor.requires_grad() ? '1' : '0');
   }
   std::optional<Failure> left;
-  {
-    std::unique_lock lock(mutex_);
-    // What a failed step still runs, or waits for, ends first: it must not meet the values of the next one.
-    changed_.wait(lock, [&] { return !failed_ || idle_executors_ == static_cast<int>(executors_.size()); });
-  }
+  leave_failed_step();
   Leftovers leftovers;
   const std::lock_guard receiving(receive_mutex_);
   {
@@ -138,8 +147,7 @@ void Engine::enter_step() {
     failure_.reset();
     failed_ = false;
     if (left_ && left_->first < entered_step_) {
-      left = left_->second;
-      left->step = entered_step_;
+      left = as_of_now(left_->second);
     }
     changed_.notify_all();
   }
@@ -192,9 +200,17 @@ void Engine::end_microbatch() {
   close_frame(std::exchange(microbatch_frame_, nullptr));
 }
 
-void Engine::leave_microbatch() {
+void Engine::leave_failed_step() {
   microbatch_scope_.reset();
   microbatch_frame_.reset();
+  const Outside outside(*host_);
+  std::unique_lock lock(mutex_);
+  while (failed_ && !stopping_ && idle_executors_ < static_cast<int>(executors_.size())) {
+    changed_.wait_for(lock, kInterruptInterval);
+    lock.unlock();
+    host_->check_interrupt();
+    lock.lock();
+  }
 }
 
 void Engine::finish_microbatches() {
@@ -209,6 +225,15 @@ void Engine::end_step(const std::string& outputs) {
 }
 
 std::string Engine::follow_step(const std::string& name) {
+  try {
+    return follow(name);
+  } catch (...) {
+    leave_failed_step();
+    throw;
+  }
+}
+
+std::string Engine::follow(const std::string& name) {
   enter_step();
   const auto step = entered_step_;
   wait([&] { return begun_steps_.contains(step); });
@@ -325,12 +350,6 @@ Frame& Engine::here() const {
 // ---- waiting and failing
 
 void Engine::wait(const std::function<bool()>& ready) {
-  struct Outside {
-    Host& host;
-    void* state;
-    explicit Outside(Host& h) : host(h), state(h.leave_interpreter()) {}
-    ~Outside() { host.enter_interpreter(state); }
-  };
   {
     const Outside outside(*host_);
     const bool is_executor = tls_executor_of == this;

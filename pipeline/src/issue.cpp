@@ -71,9 +71,15 @@ void Engine::issue(int home, Body body) {
 }
 
 std::string Engine::wait_reply(ValueId id) {
-  wait([&] { return replies_.contains(id); });
-  const std::lock_guard lock(mutex_);
-  return replies_.extract(id).mapped();
+  std::optional<std::string> reply;  // taken at once: a failure may clear what arrived
+  wait([&] {
+    if (const auto arrived = replies_.find(id); !reply && arrived != replies_.end()) {
+      reply = std::move(arrived->second);
+      replies_.erase(arrived);
+    }
+    return reply.has_value();
+  });
+  return *std::move(reply);
 }
 
 int Engine::home_of(const at::Tensor& x) const {
@@ -205,11 +211,15 @@ ValueId Engine::begin_fetch(const at::Tensor& x) {
 }
 
 at::Tensor Engine::end_fetch(ValueId arrival) {
-  wait([&] { return values_.ready(arrival); });
+  at::Tensor data;  // taken at once: a failure may clear what arrived
   ValueTable::Trash trash;
-  const std::lock_guard lock(mutex_);
-  auto data = values_.value(arrival);
-  values_.release(arrival, trash);
+  wait([&] {
+    if (!data.defined() && values_.ready(arrival)) {
+      data = values_.value(arrival);
+      values_.release(arrival, trash);
+    }
+    return data.defined();
+  });
   return data;
 }
 

@@ -158,16 +158,22 @@ void Engine::peer_left(int rank, std::uint32_t completed_steps, const std::strin
   Leftovers leftovers;
   const std::lock_guard lock(mutex_);
   Failure failure;
-  failure.step = entered_step_;
   failure.rank = rank;
-  failure.message = fmt::format("{} after {} steps, while rank {} is in step {}: every rank must run the same steps",
-                                reason, completed_steps, transport_->rank(), entered_step_);
+  failure.message = fmt::format("{} after {} steps", reason, completed_steps);
   if (!left_ || completed_steps < left_->first) {
     left_ = {completed_steps, failure};
   }
-  if (in_step_ && completed_steps < entered_step_ && failure.step > failed_step_) {
-    fail_locked(std::move(failure), leftovers);
+  if (in_step_ && completed_steps < entered_step_ && entered_step_ > failed_step_) {
+    fail_locked(as_of_now(std::move(failure)), leftovers);
   }
+}
+
+/// The failure of the step that this rank is in, which a peer that has left can't take part in.
+Failure Engine::as_of_now(Failure left) const {
+  left.step = entered_step_;
+  left.message += fmt::format(", while rank {} is in step {}: every rank must run the same steps", transport_->rank(),
+                              entered_step_);
+  return left;
 }
 
 void Engine::flush_releases() {

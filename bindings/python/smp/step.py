@@ -110,10 +110,9 @@ class StepFunction:
             engine.end_step(pickle.dumps(merged, protocol=5))
             return merged
         except StepAborted as aborted:
-            engine.leave_microbatch()
+            engine.leave_failed_step()
             reraise(aborted.failure)
         except BaseException as error:
-            engine.leave_microbatch()
             self._abort(engine, error)
             raise
 
@@ -133,6 +132,7 @@ class StepFunction:
         failure.microbatch = -1 if state.microbatch is None else state.microbatch
         failure.message, failure.payload = describe_error(error)
         engine.abort(failure)
+        engine.leave_failed_step()
 
 
 @overload

@@ -173,15 +173,18 @@ TEST_F(EngineFailure, the_first_failure_wins_on_the_rank_that_has_it) {
   expect_good_step(cluster);
 }
 
-TEST_F(EngineFailure, a_rank_that_computes_when_the_step_is_aborted_drops_what_it_made) {
+TEST_F(EngineFailure, a_rank_that_computes_when_the_step_is_aborted_leaves_it_when_that_has_ended) {
   auto spec = spec_;
   std::atomic<bool> computing{false};
-  std::atomic<bool> go_on{false};
+  std::atomic<bool> aborted{false};
+  std::atomic<bool> ended{false};
   spec.module({"slow", 1, [&](Model&, const Tensors& in) -> Tensors {
                  computing = true;
-                 while (!go_on) {
+                 while (!aborted) {
                    std::this_thread::yield();
                  }
+                 std::this_thread::sleep_for(std::chrono::milliseconds(50));
+                 ended = true;
                  return {in[0] * 2};
                }});
   Cluster cluster(spec, 2);
@@ -194,11 +197,12 @@ TEST_F(EngineFailure, a_rank_that_computes_when_the_step_is_aborted_drops_what_i
     failure.rank = 0;
     failure.message = "stop now";
     cluster.engine(0).abort(failure);
+    aborted = true;
   });
   const auto errors = cluster.try_step([&](Model& model, int) { return model.call("slow", {data_[0]}); }, 1);
-  go_on = true;
   aborting.join();
   expect_all_say(errors, {"stop now"});
+  EXPECT_TRUE(ended);
   expect_good_step(cluster);
 }
 

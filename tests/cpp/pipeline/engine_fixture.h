@@ -310,7 +310,6 @@ class Cluster {
       engine.end_step("done");
       return outputs;
     } catch (...) {
-      engine.leave_microbatch();
       end_step_with_error(0, current);
     }
   }
@@ -356,6 +355,7 @@ class Cluster {
     try {
       throw;
     } catch (const Model::Aborted&) {
+      engine(rank).leave_failed_step();
       throw;
     } catch (const std::exception& error) {
       Failure failure;
@@ -364,6 +364,7 @@ class Cluster {
       failure.microbatch = microbatch;
       failure.message = error.what();
       engine(rank).abort(failure);
+      engine(rank).leave_failed_step();
       throw;
     }
   }

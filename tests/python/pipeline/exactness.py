@@ -49,7 +49,8 @@ def train(
         gradients.append({key: None if p.grad is None else p.grad.clone() for key, p in model.local_named_parameters()})
         optimizer.step()
         optimizer.zero_grad()
-    facts = describe(model, case)
+    case.step = None  # and with it what the step function kept: values live as long as somebody can see them
+    facts = describe(model)
     state = model.state_dict()
     named = dict(case.model.named_parameters(remove_duplicate=False))
     result = TrainingResult(
@@ -62,12 +63,11 @@ def train(
     return result, facts
 
 
-def describe(model: smp.DistributedModel, case: Any) -> dict[str, Any]:
+def describe(model: smp.DistributedModel) -> dict[str, Any]:
     """Counts of this rank's engine, and what its tables still hold once all ranks are idle."""
     runtime = model._runtime
     if runtime is None:
         return {}
-    del case
     return {"executed": runtime.engine.counts()["executed"], "state": settled(runtime), "contributions": runtime.engine.counts()["gradient_contributions"],
             "remote_bytes": sum(p.untyped_storage().nbytes() for _, p, home in runtime.parameters if home != runtime.partition)}  # fmt: skip
 

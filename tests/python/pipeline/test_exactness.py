@@ -15,12 +15,16 @@ def check(outcomes, case, partitions):
             assert outcome["differences"] == [], where
         else:  # sums of three or more gradients may be grouped in another way
             assert [d for d in outcome["differences"] if not isinstance(d[1], float) or d[1] > 1e-5] == [], where
-        assert outcome["nonzero_gradients"] > 0, where
         facts = outcome["facts"]
+        by_hand = partitions > 1 and case.homes[partitions] is not None
+        # Some placements by hand leave a rank without parameters on purpose: that is what they test.
+        if outcome["local_parameters"] > 0 or not by_hand:
+            assert outcome["nonzero_gradients"] > 0, where
+            if partitions > 1:
+                assert facts["executed"].get("CALL", 0) > 0, where
+                assert facts["executed"].get("BACKWARD", 0) > 0, where
+                assert facts["contributions"] > 0, where
         if partitions > 1:
-            assert facts["executed"].get("CALL", 0) > 0, where
-            assert facts["executed"].get("BACKWARD", 0) > 0, where
-            assert facts["contributions"] > 0, where
             assert facts["state"] == {"values": 0, "calls": 0, "value_bytes": 0, "queued": 0, "frames": 0}, where
             assert facts["remote_bytes"] == 0, where
 

@@ -113,8 +113,9 @@ class Engine {
   void begin_microbatch(std::int32_t microbatch);
   /// Partition 0: all was issued. Does not block.
   void end_microbatch();
-  /// Partition 0: leaves the frame of a microbatch whose step failed. Does not block.
-  void leave_microbatch();
+  /// Leaves a step that failed, and with it the frame of a microbatch. Blocks until nothing of the step runs on this rank:
+  /// then its parameters and their gradients are the caller's again.
+  void leave_failed_step();
   /// Partition 0: blocks until every microbatch is finished on every rank and gradients are complete.
   void finish_microbatches();
   /// Partition 0: gives `outputs` to all ranks, which then leave the step.
@@ -177,6 +178,7 @@ class Engine {
   // engine.cpp: steps, frames, failures
   void enter_step();
   void leave_step();
+  std::string follow(const std::string& name);
   void wait(const std::function<bool()>& ready);
   void check_failed() const;
   void fail_locked(Failure failure, Leftovers& leftovers);
@@ -193,7 +195,8 @@ class Engine {
   void send_to_others(const Writer& header);
   void send_value(int home, ValueId id, const at::Tensor& x);
   void flush_releases();
-  void peer_left(int partition, std::uint32_t completed_steps, const std::string& reason);
+  void peer_left(int rank, std::uint32_t completed_steps, const std::string& reason);
+  Failure as_of_now(Failure left) const;
 
   // executor.cpp
   void run_executor();

@@ -3,4 +3,7 @@
 import smp as _smp
 from smp import *  # noqa: F403
 
+# Scripts reach these as attributes too: `smp.model.DistributedModel`.
+from . import amp, exceptions, model, state_mod  # noqa: F401
+
 __all__ = _smp.__all__
