@@ -24,6 +24,9 @@ namespace {
 
 ValueId nth(ValueId first, std::size_t index) { return first + (static_cast<ValueId>(index) << kRankBits); }
 
+// How soon an idle rank notices handles that died: they only push to a queue.
+constexpr std::chrono::milliseconds kIdleInterval{50};
+
 /// The issuer's thread-local settings, for the time of a call.
 class ModeScope {
  public:
@@ -55,6 +58,13 @@ class ModeScope {
 
 }  // namespace
 
+void Engine::pass_releases_on() {
+  try {
+    flush_releases();
+  } catch (const FailureError&) {  // the peers have gone, and their values with them
+  }
+}
+
 void Engine::start_executor() {
   executors_.emplace_back([this] { run_executor(); });
 }
@@ -73,7 +83,13 @@ void Engine::run_executor() {
       if (!computing_) {
         transport_->set_busy(false);
       }
-      changed_.wait(lock);
+      if (!releases_->empty()) {  // tensors that the user dropped between steps
+        lock.unlock();
+        pass_releases_on();
+        lock.lock();
+        continue;
+      }
+      changed_.wait_for(lock, kIdleInterval);
     }
     --idle_executors_;
     if (stopping_) {
@@ -333,8 +349,10 @@ std::vector<at::Tensor> Engine::run_autograd(const Instruction& instruction, Cal
   };
   try {
     if (!roots.empty()) {
-      torch::autograd::Engine::get_default_engine().execute(roots, seeds, keep_graph, /*create_graph=*/false,
-                                                            /*accumulate_grad=*/true);
+      // Local tensors that a frame uses elsewhere may share their graph, which runs once for each of them.
+      const bool is_lifted = record.module < 0;
+      torch::autograd::Engine::get_default_engine().execute(roots, seeds, keep_graph || is_lifted,
+                                                            /*create_graph=*/false, /*accumulate_grad=*/true);
     }
   } catch (...) {
     restore();

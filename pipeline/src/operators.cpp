@@ -319,10 +319,11 @@ void issue_operator(const c10::OperatorHandle& op, c10::DispatchKeySet /*keys*/,
 }  // namespace
 
 std::vector<std::vector<at::Tensor>> run_operator(const Op& op, const std::function<at::Tensor(ValueId)>& value) {
-  // A gradient may lie in memory otherwise than its issuer supposes, who takes it to lie like the input. Then a view may need a
-  // copy, which reshape makes.
+  // A gradient may lie in memory otherwise than its issuer supposes, who takes it to lie like the input. Then a view
+  // may need a copy, which reshape makes.
   const bool is_view = op.name == "aten::view" && op.overload.empty();
-  const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(is_view ? "aten::reshape" : op.name.c_str(), op.overload.c_str());
+  const auto handle =
+      c10::Dispatcher::singleton().findSchemaOrThrow(is_view ? "aten::reshape" : op.name.c_str(), op.overload.c_str());
   Reader reader(op.arguments);
   torch::jit::Stack stack;
   for (std::size_t i = 0; i < handle.schema().arguments().size(); ++i) {

@@ -77,10 +77,16 @@ TEST(Policy, what_continues_a_lane_goes_before_all_but_brief_ones) {
   using enum Urgency;
   constexpr bool kContinues = true;
   const std::vector<Row> table{
-      {"before what is more urgent", {{kBackward, 0, 0, kUnknownCost}, {kForward, 3, 1, kUnknownCost, kContinues}}, 1, 1},
+      {"before what is more urgent",
+       {{kBackward, 0, 0, kUnknownCost}, {kForward, 3, 1, kUnknownCost, kContinues}},
+       1,
+       1},
       {"before a lower microbatch", {{kForward, 0, 0, 9.0}, {kForward, 3, 1, 9.0, kContinues}}, 1, 1},
       {"after what is brief", {{kForward, 9, 0, 1.0}, {kBackward, 0, 1, 80.0, kContinues}}, 0, 0},
-      {"first of the brief ones", {{kForward, 0, 0, 1.0}, {kForward, 1, 1, 1.0, kContinues}, {kForward, 0, 2, 80.0}}, 1, 1},
+      {"first of the brief ones",
+       {{kForward, 0, 0, 1.0}, {kForward, 1, 1, 1.0, kContinues}, {kForward, 0, 2, 80.0}},
+       1,
+       1},
   };
   for (const auto& row : table) {
     EXPECT_EQ(choose(Policy::kInterleaved, row.ready), row.interleaved) << row.what;

@@ -113,8 +113,8 @@ class Engine {
   void begin_microbatch(std::int32_t microbatch);
   /// Partition 0: all was issued. Does not block.
   void end_microbatch();
-  /// Leaves a step that failed, and with it the frame of a microbatch. Blocks until nothing of the step runs on this rank:
-  /// then its parameters and their gradients are the caller's again.
+  /// Leaves a step that failed, and with it the frame of a microbatch. Blocks until nothing of the step runs on this
+  /// rank: then its parameters and their gradients are the caller's again.
   void leave_failed_step();
   /// Partition 0: blocks until every microbatch is finished on every rank and gradients are complete.
   void finish_microbatches();
@@ -201,6 +201,7 @@ class Engine {
   // executor.cpp
   void run_executor();
   void start_executor();
+  void pass_releases_on();
   void execute(const Instruction& instruction);
   void run(const Instruction& instruction, const Call& call);
   void run(const Instruction& instruction, const Op& op);
