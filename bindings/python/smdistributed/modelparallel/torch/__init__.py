@@ -4,6 +4,6 @@ import smp as _smp
 from smp import *  # noqa: F403
 
 # Scripts reach these as attributes too: `smp.model.DistributedModel`.
-from . import amp, exceptions, model, state_mod  # noqa: F401
+from . import exceptions, model, state_mod  # noqa: F401
 
 __all__ = _smp.__all__
