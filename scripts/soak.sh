@@ -11,7 +11,7 @@ ctest --preset asan -R '^smp_(core|pipeline)_test$'
 say "ThreadSanitizer: core, and the pipeline suites named for it"
 cmake --preset tsan
 cmake --build --preset tsan
-export TSAN_OPTIONS="halt_on_error=1 ${TSAN_OPTIONS:-}"
+export TSAN_OPTIONS="halt_on_error=1 suppressions=$SMP_ROOT/tests/cpp/tsan_suppressions.txt ${TSAN_OPTIONS:-}"
 ctest --preset tsan -R '^smp_core_test$'
 GTEST_FILTER='*Tsan*' ctest --preset tsan -R '^smp_pipeline_test$'
 
