@@ -170,13 +170,20 @@ std::shared_ptr<Engine> make_engine(std::shared_ptr<smp::Transport> transport, p
           }};
 }
 
-/// Frees the memory of a tensor that lives on another rank. Any later read of its data raises `message`.
+/// Frees the memory of a tensor that lives on another rank. Any later read of its data raises `message`. The storage
+/// keeps its size, so that views of the tensor can be made, and raise with the same message when they are read.
 void vacate(const at::Tensor& tensor, const std::string& message) {
-  auto storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), std::size_t{0},
+  auto storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), tensor.storage().nbytes(),
                                                        at::DataPtr(nullptr, tensor.device()), nullptr, false);
   storage->release_data_and_set_meta_custom_data_ptr_error_msg_(message);
   storage->set_throw_on_mutable_data_ptr();
   tensor.unsafeGetTensorImpl()->set_storage_keep_dtype(c10::Storage(std::move(storage)));
+}
+
+/// False after vacate().
+bool holds_memory(const at::Tensor& tensor) {
+  return tensor.has_storage() &&
+         tensor.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get() != nullptr;
 }
 
 void register_failure(py::module_& module) {
@@ -264,6 +271,7 @@ void register_engine(py::module_& module) {
              result["value_bytes"] = state.value_bytes;
              result["queued"] = state.queued;
              result["frames"] = state.frames;
+             result["pending_gradient_bytes"] = state.pending_gradient_bytes;
              return result;
            })
       .def("describe_lanes", &Engine::describe_lanes, without_gil);
@@ -275,6 +283,7 @@ void register_pipeline(py::module_& module) {
   register_failure(module);
   register_engine(module);
   module.def("vacate", &vacate, py::arg("tensor"), py::arg("message"));
+  module.def("holds_memory", &holds_memory, py::arg("tensor"), "False for a tensor that was vacated.");
   module.def("is_remote", &smp::pipeline::is_remote, py::arg("tensor"));
   module.def(
       "in_frame", [] { return smp::pipeline::current_frame() != nullptr; },

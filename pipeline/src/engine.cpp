@@ -103,13 +103,7 @@ void Engine::close() {
   }
   {
     const std::lock_guard lock(mutex_);
-    leftovers.values = values_.clear();
-    leftovers.releases = std::exchange(releases_, std::make_shared<ReleaseQueue>());
-    for (auto& [id, frame] : frames_) {
-      leftovers.frames.push_back(std::move(frame));
-    }
-    frames_.clear();
-    static_cast<void>(lanes_.clear());
+    forget_locked(leftovers);
   }
   leftovers = {};
   host_->enter_interpreter(interpreter);
@@ -304,6 +298,7 @@ void Engine::close_frame(const std::shared_ptr<Frame>& frame) {
 
 void Engine::frame_done(FrameId id) {
   std::shared_ptr<Frame> frame;
+  std::optional<Instruction> close;
   {
     const std::lock_guard lock(mutex_);
     const auto it = frames_.find(id);
@@ -324,14 +319,15 @@ void Engine::frame_done(FrameId id) {
       }
     }
     if (frame->outermost && nested_frames_) {
-      lanes_.push({frame->id, transport_->rank(), frame->microbatch, frame->step, true, {}, Close{}});
+      close = Instruction{frame->id, transport_->rank(), frame->microbatch, frame->step, true, {}, Close{}};
+      lanes_.push(*close);
     }
     changed_.notify_all();
   }
-  if (frame->outermost && nested_frames_) {
+  if (close) {
     Writer header;
     header(MessageKind::kInstruction);
-    Instruction{frame->id, transport_->rank(), frame->microbatch, frame->step, true, {}, Close{}}.encode(header);
+    close->encode(header);
     send_to_others(header);
   }
 }
@@ -417,11 +413,8 @@ std::optional<Failure> Engine::failure() const {
   return failure_;
 }
 
-void Engine::fail_locked(Failure failure, Leftovers& leftovers) {
-  failed_step_ = failure.step;
-  failure_ = std::move(failure);
-  failed_ = true;
-  in_step_ = false;
+/// Empties the tables, and makes the handles of what lay there worthless.
+void Engine::forget_locked(Leftovers& leftovers) {
   leftovers.values = values_.clear();
   leftovers.releases = std::exchange(releases_, std::make_shared<ReleaseQueue>());
   for (auto& [id, frame] : frames_) {
@@ -429,6 +422,14 @@ void Engine::fail_locked(Failure failure, Leftovers& leftovers) {
   }
   frames_.clear();
   static_cast<void>(lanes_.clear());
+}
+
+void Engine::fail_locked(Failure failure, Leftovers& leftovers) {
+  failed_step_ = failure.step;
+  failure_ = std::move(failure);
+  failed_ = true;
+  in_step_ = false;
+  forget_locked(leftovers);
   replies_.clear();
   reports_.clear();
   open_microbatches_ = 0;
@@ -464,7 +465,12 @@ EngineCounts Engine::counts() const {
 
 EngineState Engine::state() const {
   const std::lock_guard lock(mutex_);
-  return {values_.size() - values_.calls(), values_.calls(), values_.bytes(), lanes_.size(), frames_.size()};
+  return {values_.size() - values_.calls(),
+          values_.calls(),
+          values_.bytes(),
+          lanes_.size(),
+          frames_.size(),
+          sums_.pending_bytes()};
 }
 
 std::vector<std::string> Engine::describe_lanes() const {

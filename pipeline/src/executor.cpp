@@ -22,8 +22,6 @@ extern thread_local const Engine* tls_executor_of;
 
 namespace {
 
-ValueId nth(ValueId first, std::size_t index) { return first + (static_cast<ValueId>(index) << kRankBits); }
-
 // How soon an idle rank notices handles that died: they only push to a queue.
 constexpr std::chrono::milliseconds kIdleInterval{50};
 

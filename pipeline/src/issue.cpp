@@ -17,8 +17,6 @@ namespace {
 // Results of a call whose outcome is not known yet: so many names are set aside for it.
 constexpr std::int64_t kUnknownResults = 1024;
 
-ValueId nth(ValueId first, std::size_t index) { return first + (static_cast<ValueId>(index) << kRankBits); }
-
 bool tracked(const at::Tensor& x) { return c10::GradMode::is_enabled() && x.requires_grad(); }
 
 /// Gives `out` a grad_fn.

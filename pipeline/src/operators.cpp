@@ -282,7 +282,7 @@ void issue_operator(const c10::OperatorHandle& op, c10::DispatchKeySet /*keys*/,
       for (std::uint64_t k = 0; k < count; ++k) {
         TensorMeta meta;
         meta.fields(reader);
-        tensors.push_back(engine.new_remote(home, first + (static_cast<ValueId>(next++) << kRankBits), meta));
+        tensors.push_back(engine.new_remote(home, nth(first, next++), meta));
       }
       if (returned.type()->kind() == c10::TypeKind::ListType) {
         stack->emplace_back(std::move(tensors));

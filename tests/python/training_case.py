@@ -27,9 +27,6 @@ class TrainingCase:
     make_batch: Callable[[int], Batch]
     step: Callable[[nn.Module, Batch, Callable[..., None]], torch.Tensor]
     homes: dict[int, dict[str, int] | None] = field(default_factory=lambda: {2: None, 4: None})
-    # False where three or more gradients of one tensor are added up, in an order that depends on who is ready first or
-    # on how contributions are grouped: then weights are equal up to rounding only. Losses of step 0 are always exact.
-    exact_gradients: bool = True
 
 
 @dataclass

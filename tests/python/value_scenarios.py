@@ -47,7 +47,7 @@ class Trees(nn.Module):
 
 def argument_trees():
     torch.manual_seed(0)
-    return case(Trees(), {"second": 1}, {"first": 1, "second": 2, "last": 3}, exact_gradients=False)
+    return case(Trees(), {"second": 1}, {"first": 1, "second": 2, "last": 3})
 
 
 class IgnoresOne(nn.Module):

@@ -8,6 +8,7 @@ import torch
 from training_case import TrainingResult, make_optimizer, plain_training
 
 import smp
+from smp import _C
 
 STEPS = 3
 
@@ -69,8 +70,14 @@ def describe(model: smp.DistributedModel) -> dict[str, Any]:
     runtime = model._runtime
     if runtime is None:
         return {}
-    return {"executed": runtime.engine.counts()["executed"], "state": settled(runtime), "contributions": runtime.engine.counts()["gradient_contributions"],
-            "remote_bytes": sum(p.untyped_storage().nbytes() for _, p, home in runtime.parameters if home != runtime.partition)}  # fmt: skip
+    counts = runtime.engine.counts()
+    elsewhere = [p for _, p, home in runtime.parameters if home != runtime.partition]
+    return {
+        "executed": counts["executed"],
+        "contributions": counts["gradient_contributions"],
+        "state": settled(runtime),
+        "remote_bytes": sum(p.nbytes for p in elsewhere if _C.holds_memory(p)),
+    }
 
 
 def settled(runtime: Any) -> dict[str, int]:
@@ -106,13 +113,18 @@ def compare(name: str, partitions: int, microbatches: int, pipeline: str) -> dic
             check(f"gradient of {key}, step {step}", ours, plain.gradients[step][key])
     for key, theirs in plain.weights.items():
         check(f"weight {key}", result.weights[key], theirs)
+    persistent = models.BUILDERS[name]().model.state_dict()
     for key, theirs in plain.buffers.items():
-        if key in result.buffers:
+        if key in persistent:  # what a state dict holds; the others are made anew with the model
             check(f"buffer {key}", result.buffers[key], theirs)
-    nonzero = sum(bool(g is not None and g.abs().sum() > 0) for g in result.gradients[0].values())
+
+    def count_nonzero(gradients: dict[str, torch.Tensor | None]) -> int:
+        return sum(bool(g is not None and g.abs().sum() > 0) for g in gradients.values())
+
+    local = result.gradients[0]
     return {
         "differences": differences,
         "facts": facts,
-        "nonzero_gradients": nonzero,
-        "local_parameters": len(result.gradients[0]),
+        "nonzero_gradients": count_nonzero(local),
+        "expected_nonzero_gradients": count_nonzero({key: plain.gradients[0][key] for key in local}),
     }

@@ -12,7 +12,7 @@ import pytest
 from cluster import mpirun, rank_environment
 
 START_S = 180  # importing torch on every rank, on a busy machine
-END_S = 60  # from the first step, which fails soon, to the end of the last process; seconds but for a busy machine
+END_S = 30  # from the first step, which fails soon, to the end of the last process
 
 
 class Launch:

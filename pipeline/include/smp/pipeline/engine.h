@@ -87,6 +87,7 @@ struct EngineState {
   std::int64_t value_bytes = 0;
   std::size_t queued = 0;
   std::size_t frames = 0;
+  std::int64_t pending_gradient_bytes = 0;  // contributions that are not in .grad yet
 };
 
 /// One for each rank. Threads: the issuing thread is the caller's; one executor (a second takes over only while one
@@ -181,6 +182,7 @@ class Engine {
   std::string follow(const std::string& name);
   void wait(const std::function<bool()>& ready);
   void check_failed() const;
+  void forget_locked(Leftovers& leftovers);
   void fail_locked(Failure failure, Leftovers& leftovers);
   std::shared_ptr<Frame> open_frame(const Instruction& by);
   void close_frame(const std::shared_ptr<Frame>& frame);
