@@ -9,6 +9,7 @@
 
 #include "message_kind.h"
 #include "smp/error.h"
+#include "smp/pipeline/trace.h"
 
 namespace smp::pipeline {
 namespace {
@@ -111,7 +112,9 @@ void Engine::close() {
 
 // ---- steps
 
-void Engine::enter_step() {
+void Engine::enter_step(const std::string& name) {
+  step_name_ = name;
+  step_began_ns_ = trace_clock_ns();
   std::string frozen;
   for (const auto& parameter : options_.parameters) {
     frozen.push_back(parameter.tensor.requires_grad() ? '1' : '0');
@@ -161,10 +164,13 @@ void Engine::leave_step() {
   flush_releases();
   const std::lock_guard lock(mutex_);
   in_step_ = false;
+  if (trace().on()) {
+    trace().record({TraceKind::kStep, step_name_, step_began_ns_, trace_clock_ns(), trace_track(), -1, entered_step_});
+  }
 }
 
 void Engine::begin_step(const std::string& name) {
-  enter_step();
+  enter_step(name);
   Writer header;
   header(MessageKind::kStepBegin, entered_step_, name);
   send_to_others(header);
@@ -182,6 +188,7 @@ void Engine::begin_microbatch(std::int32_t microbatch) {
   frame->outermost = true;
   // Every rank gets the end of every microbatch: it is what tells a rank that the microbatch is finished there.
   frame->issued.assign(options_.peers.size(), 1);
+  microbatch_began_ns_ = trace_clock_ns();
   const std::lock_guard lock(mutex_);
   ++open_microbatches_;
   frames_[frame->id] = frame;
@@ -191,7 +198,12 @@ void Engine::begin_microbatch(std::int32_t microbatch) {
 
 void Engine::end_microbatch() {
   microbatch_scope_.reset();
+  const auto microbatch = microbatch_frame_->microbatch;
   close_frame(std::exchange(microbatch_frame_, nullptr));
+  if (trace().on()) {
+    trace().record({TraceKind::kIssue, fmt::format("microbatch {}", microbatch), microbatch_began_ns_, trace_clock_ns(),
+                    trace_track(), microbatch, entered_step_});
+  }
 }
 
 void Engine::leave_failed_step() {
@@ -228,7 +240,7 @@ std::string Engine::follow_step(const std::string& name) {
 }
 
 std::string Engine::follow(const std::string& name) {
-  enter_step();
+  enter_step(name);
   const auto step = entered_step_;
   wait([&] { return begun_steps_.contains(step); });
   std::string begun;
@@ -354,6 +366,7 @@ void Engine::wait(const std::function<bool()>& ready) {
       lock.unlock();
     } else {
       ++counts_.waits;
+      const auto begin = trace_clock_ns();
       if (is_executor) {  // somebody must go on serving this rank
         computing_ = false;
         if (idle_executors_ == 0) {
@@ -380,6 +393,9 @@ void Engine::wait(const std::function<bool()>& ready) {
         }
         --resuming_;
         computing_ = true;
+      }
+      if (trace().on()) {
+        trace().record({TraceKind::kWait, "wait", begin, trace_clock_ns(), trace_track()});
       }
       if (stopping_ && !failed_ && !ready()) {
         throw_failure("rank {} closed its model in the middle of step {}", transport_->rank(), entered_step_);

@@ -15,6 +15,7 @@
 #include "smp/pipeline/engine.h"
 #include "smp/pipeline/nodes.h"
 #include "smp/pipeline/operators.h"
+#include "smp/pipeline/trace.h"
 
 namespace smp::pipeline {
 
@@ -54,6 +55,29 @@ class ModeScope {
   Modes before_;
 };
 
+/// The time between two instructions, as one event for each reason.
+class Pause {
+ public:
+  void note(TraceKind kind) {
+    if (trace().on() && (begin_ns_ == 0 || kind != kind_)) {
+      end();
+      kind_ = kind;
+      begin_ns_ = trace_clock_ns();
+    }
+  }
+  void end() {
+    if (begin_ns_ != 0) {
+      const bool starves = kind_ == TraceKind::kStarve;
+      trace().record({kind_, starves ? "waits for values" : "idle", begin_ns_, trace_clock_ns(), trace_track()});
+      begin_ns_ = 0;
+    }
+  }
+
+ private:
+  TraceKind kind_ = TraceKind::kIdle;
+  std::int64_t begin_ns_ = 0;
+};
+
 }  // namespace
 
 void Engine::pass_releases_on() {
@@ -64,7 +88,10 @@ void Engine::pass_releases_on() {
 }
 
 void Engine::start_executor() {
-  executors_.emplace_back([this] { run_executor(); });
+  executors_.emplace_back([this, track = kFirstExecutorTrack + static_cast<std::int32_t>(executors_.size())] {
+    set_trace_track(track);
+    run_executor();
+  });
 }
 
 void Engine::run_executor() {
@@ -73,6 +100,7 @@ void Engine::run_executor() {
   std::unique_lock lock(mutex_);
   while (true) {
     std::optional<Instruction> instruction;
+    Pause pause;
     ++idle_executors_;
     if (failed_) {  // the next step waits until nothing of this one runs
       changed_.notify_all();
@@ -80,6 +108,7 @@ void Engine::run_executor() {
     while (!stopping_ && (computing_ || resuming_ > 0 || !(instruction = lanes_.take(values_)))) {
       if (!computing_) {
         transport_->set_busy(false);
+        pause.note(lanes_.size() > 0 ? TraceKind::kStarve : TraceKind::kIdle);
       }
       if (!releases_->empty()) {  // tensors that the user dropped between steps
         lock.unlock();
@@ -90,6 +119,7 @@ void Engine::run_executor() {
       changed_.wait_for(lock, kIdleInterval);
     }
     --idle_executors_;
+    pause.end();
     if (stopping_) {
       return;
     }
@@ -98,20 +128,27 @@ void Engine::run_executor() {
     ++counts_.executed[instruction->name()];
     lock.unlock();
 
-    const auto start = std::chrono::steady_clock::now();
+    const auto begin = trace_clock_ns();
     execute(*instruction);
-    const std::chrono::duration<double, std::milli> took = std::chrono::steady_clock::now() - start;
+    const auto end = trace_clock_ns();
 
     Leftovers leftovers;
     lock.lock();
     if (instruction->step > failed_step_) {
-      lanes_.finish(*instruction, took.count());
+      lanes_.finish(*instruction, static_cast<double>(end - begin) * 1e-6);
       for (auto id : instruction->needs()) {
         values_.unpin(id, leftovers.values);
       }
     }
     computing_ = false;
     changed_.notify_all();
+    if (trace().on()) {
+      TraceEvent event{TraceKind::kRun, where(*instruction), begin, end, trace_track()};
+      event.microbatch = instruction->microbatch;
+      event.step = instruction->step;
+      event.value_bytes = values_.bytes();
+      trace().record(std::move(event));
+    }
     const bool releases = !leftovers.values.empty() || !releases_->empty();
     if (releases) {
       lock.unlock();
@@ -179,13 +216,12 @@ at::Tensor Engine::value(ValueId id) const {
   return values_.value(id);
 }
 
-int Engine::issuer_of(const Instruction& instruction) const {
-  return static_cast<int>(std::find(options_.peers.begin(), options_.peers.end(), instruction.issuer) -
-                          options_.peers.begin());
+int Engine::partition_of(int rank) const {
+  return static_cast<int>(std::find(options_.peers.begin(), options_.peers.end(), rank) - options_.peers.begin());
 }
 
 void Engine::reply(const Instruction& to, ValueId id, const std::string& bytes) {
-  const int issuer = issuer_of(to);
+  const int issuer = partition_of(to.issuer);
   if (issuer != partition_) {
     Writer header;
     header(MessageKind::kReply, to.step, id, bytes);
@@ -474,7 +510,7 @@ void Engine::run(const Instruction& instruction, const End& /*end*/) {
   if (instruction.outermost && !nested_frames_) {
     sums_.close(instruction.microbatch);  // nobody else's frame can use this rank's parameters
   }
-  const int issuer = issuer_of(instruction);
+  const int issuer = partition_of(instruction.issuer);
   if (issuer == partition_) {
     frame_done(instruction.frame);
     return;

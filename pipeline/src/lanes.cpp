@@ -33,6 +33,11 @@ double Lanes::cost_ms(const Instruction& instruction) const {
   return known == costs_ms_.end() ? kUnknownCost : known->second;
 }
 
+bool Lanes::feeds(const Instruction& instruction) const {
+  return std::holds_alternative<Call>(instruction.body) && !held_.contains(instruction.microbatch) &&
+         static_cast<std::int32_t>(held_.size()) < pipeline_depth(partition_, partitions_);
+}
+
 void Lanes::push(Instruction instruction) {
   auto needs = instruction.needs();
   auto& lane = lanes_[instruction.frame];
@@ -76,7 +81,7 @@ std::optional<Instruction> Lanes::take(const ValueTable& values) {
     }
     const auto& head = lane.items.front();
     candidates.push_back({urgency_of(head.instruction), head.instruction.microbatch, head.arrival,
-                          cost_ms(head.instruction), frame == last_lane_});
+                          cost_ms(head.instruction), frame == last_lane_, feeds(head.instruction)});
     lanes.push_back(&lane);
   }
   if (candidates.empty()) {
@@ -95,12 +100,17 @@ void Lanes::finish(const Instruction& instruction, double took_ms) {
   if (!is_new) {
     cost->second += kWeight * (took_ms - cost->second);
   }
+  longest_ms_ = std::max(longest_ms_, cost->second);
+  const bool brief = is_brief(cost->second, longest_ms_);
+  if (std::holds_alternative<Call>(instruction.body) && !brief) {
+    held_.insert(instruction.microbatch);
+  }
   const auto it = lanes_.find(instruction.frame);
   if (it == lanes_.end()) {
     return;  // cleared meanwhile
   }
   it->second.busy = false;
-  if (urgency_of(instruction) != Urgency::kTransfer) {
+  if (urgency_of(instruction) != Urgency::kTransfer && !brief) {
     last_lane_ = instruction.frame;
   }
   if (const auto* call = std::get_if<Call>(&instruction.body); call != nullptr && call->ticket >= 0) {
@@ -109,6 +119,7 @@ void Lanes::finish(const Instruction& instruction, double took_ms) {
   if (std::holds_alternative<End>(instruction.body)) {
     lanes_.erase(it);
     if (instruction.outermost) {
+      held_.erase(instruction.microbatch);
       finished_.insert(instruction.microbatch);
       while (finished_.erase(lowest_unfinished_) > 0) {
         ++lowest_unfinished_;
@@ -129,6 +140,11 @@ void Lanes::close_nested(FrameId parent) {
 void Lanes::start_step() {
   lowest_unfinished_ = 0;
   finished_.clear();
+  held_.clear();
+  longest_ms_ = 0;  // anew, since a first run takes longer than all others
+  for (const auto& [key, cost] : costs_ms_) {
+    longest_ms_ = std::max(longest_ms_, cost);
+  }
   next_ticket_.clear();
 }
 

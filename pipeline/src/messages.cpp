@@ -2,8 +2,21 @@
 #include "message_kind.h"
 #include "smp/error.h"
 #include "smp/pipeline/engine.h"
+#include "smp/pipeline/trace.h"
 
 namespace smp::pipeline {
+namespace {
+
+TraceEvent transfer(TraceKind kind, std::int64_t begin_ns, std::int32_t track, ValueId id, int peer,
+                    std::int64_t bytes) {
+  TraceEvent event{kind, kind == TraceKind::kSend ? "send" : "receive", begin_ns, trace_clock_ns(), track};
+  event.id = id;
+  event.peer = peer;
+  event.bytes = bytes;
+  return event;
+}
+
+}  // namespace
 
 void Engine::send(int home, const Writer& header, at::Tensor payload) {
   Writer framed;
@@ -21,6 +34,7 @@ void Engine::send_to_others(const Writer& header) {
 }
 
 void Engine::send_value(int home, ValueId id, const at::Tensor& x) {
+  const auto begin = trace_clock_ns();
   auto meta = travelled(TensorMeta::of(x));
   meta.requires_grad = false;
   auto bytes = pack(x);
@@ -36,7 +50,11 @@ void Engine::send_value(int home, ValueId id, const at::Tensor& x) {
   Writer header;
   header(MessageKind::kValue, entered_step_, id);
   meta.fields(header);
+  const auto size = bytes.numel();
   send(home, header, std::move(bytes));
+  if (trace().on()) {
+    trace().record(transfer(TraceKind::kSend, begin, trace_track(), id, home, size));
+  }
 }
 
 void Engine::receive(int source, Message message) {
@@ -84,6 +102,7 @@ void Engine::take(int source, Message message) {
       if (keep_early(step, source, message)) {
         return;
       }
+      const auto begin = trace_clock_ns();
       const auto id = reader.get<ValueId>();
       TensorMeta meta;
       meta.fields(reader);
@@ -92,6 +111,10 @@ void Engine::take(int source, Message message) {
       if (step > failed_step_) {
         values_.store(id, std::move(data), leftovers.values);
         changed_.notify_all();
+      }
+      if (trace().on()) {
+        trace().record(
+            transfer(TraceKind::kReceive, begin, kArrivalTrack, id, partition_of(source), message.payload.numel()));
       }
       return;
     }

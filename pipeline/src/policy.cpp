@@ -15,21 +15,22 @@ constexpr std::int32_t kSlack =
 
 //                     interleaved   simple
 // transfer                 0           0      others wait for it
-// backward                 1           3
-// operator                 2           1      cheap, and often the loss, which starts a backward
-// forward                  3           2
-int rank_of(Policy policy, Urgency urgency) {
-  switch (urgency) {
+// forward that feeds       1           2
+// backward                 2           3
+// operator                 3           1      cheap, and often the loss, which starts a backward
+// forward                  4           2
+int rank_of(Policy policy, const Candidate& candidate) {
+  switch (candidate.urgency) {
     case Urgency::kTransfer:
       return 0;
     case Urgency::kBackward:
-      return policy == Policy::kInterleaved ? 1 : 3;
+      return policy == Policy::kInterleaved ? 2 : 3;
     case Urgency::kOperator:
-      return policy == Policy::kInterleaved ? 2 : 1;
+      return policy == Policy::kInterleaved ? 3 : 1;
     case Urgency::kForward:
-      return policy == Policy::kInterleaved ? 3 : 2;
+      return policy == Policy::kSimple ? 2 : candidate.feeds ? 1 : 4;
   }
-  return 3;
+  return 4;
 }
 
 }  // namespace
@@ -50,19 +51,22 @@ std::size_t choose(Policy policy, const std::vector<Candidate>& candidates) {
     longest_ms = std::max(longest_ms, candidate.cost_ms);
   }
   const auto key = [&](const Candidate& c) {
-    const bool is_brief = c.cost_ms != kUnknownCost && c.cost_ms * kBrief < longest_ms;
-    return std::tuple(!is_brief, !c.continues, rank_of(policy, c.urgency), c.microbatch, c.arrival);
+    return std::tuple(!is_brief(c.cost_ms, longest_ms), !c.continues, rank_of(policy, c), c.microbatch, c.arrival);
   };
   const auto best = std::min_element(candidates.begin(), candidates.end(),
                                      [&](const Candidate& a, const Candidate& b) { return key(a) < key(b); });
   return static_cast<std::size_t>(best - candidates.begin());
 }
 
+bool is_brief(double cost_ms, double longest_ms) { return cost_ms != kUnknownCost && cost_ms * kBrief < longest_ms; }
+
+std::int32_t pipeline_depth(int partition, int partitions) { return partitions - partition; }
+
 std::int32_t admission_limit(Policy policy, std::int32_t lowest_unfinished, int partition, int partitions) {
   if (policy == Policy::kSimple) {
     return std::numeric_limits<std::int32_t>::max();
   }
-  return lowest_unfinished + (partitions - partition) + kSlack;
+  return lowest_unfinished + pipeline_depth(partition, partitions) + kSlack;
 }
 
 }  // namespace smp::pipeline

@@ -74,15 +74,17 @@ def compare_speed(make_texts, options):
     library_name = f"library, {ranks} ranks of 1 thread"
     thread_counts = sorted({1, ranks})
     plain_names = {count: f"plain, 1 process of {count} thread{'s'[: count - 1]}" for count in thread_counts}
-    speeds = {name: [] for name in (library_name, *plain_names.values())}
-    plain = PlainRun(options, new_model(options)) if run.rank == 0 else None
+    together_name = f"plain, {ranks} processes at once"
+    speeds = {name: [] for name in (library_name, *plain_names.values(), together_name)}
+    plain = PlainRun(options, new_model(options))
     waiting_shares = []
 
     for repeat in range(SPEED_REPEATS + 1):  # The first one only warms up.
         measured = {library_name: tokens_per_second(run, windows, smp.barrier)}
-        smp.barrier()
+        # Each rank trains a model of its own: what the cores give when nobody waits for anybody.
+        measured[together_name] = ranks * tokens_per_second(plain, windows, smp.barrier)
         waiting_from, processor_from = time.perf_counter(), time.process_time()
-        if plain is not None:
+        if run.rank == 0:
             os.sched_setaffinity(0, all_cores)
             for count, name in plain_names.items():
                 torch.set_num_threads(count)
@@ -91,13 +93,18 @@ def compare_speed(make_texts, options):
             os.sched_setaffinity(0, own_cores)
         smp.barrier()
         waiting_shares.append((time.process_time() - processor_from) / (time.perf_counter() - waiting_from))
-        if repeat:
+        if repeat and run.rank == 0:
             for name, value in measured.items():
                 speeds[name].append(value)
 
     others_shares = smp.allgather(max(waiting_shares), smp.WORLD)[1:]
     if run.rank == 0:
         print_speeds(speeds, library_name, others_shares)
+        # A pipeline fills and drains in every step: m microbatches take at least the time of m + p - 1.
+        m, p = options.microbatches, options.partitions
+        bound = statistics.median(speeds[together_name]) * m / (m + p - 1)
+        share = statistics.median(speeds[library_name]) / bound
+        print(f"bound of a pipeline on these cores {bound:.0f} tokens/s, reached {share:.0%}", flush=True)
     return 0
 
 

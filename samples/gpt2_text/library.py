@@ -1,21 +1,21 @@
 """The training over several ranks. All that differs from plain PyTorch is in this file."""
 
 import torch
-from model import make_optimizer
+from model import forward, make_optimizer
 
 import smp
 
 
 @smp.step
-def train_step(model, ids, labels):
-    loss = model(input_ids=ids, labels=labels, use_cache=False).loss
+def train_step(model, ids):
+    loss = forward(model, ids)
     model.backward(loss)
     return loss
 
 
 @smp.step
-def evaluation_step(model, ids, labels):
-    return model(input_ids=ids, labels=labels, use_cache=False).loss
+def evaluation_step(model, ids):
+    return forward(model, ids)
 
 
 def start(options):
@@ -33,12 +33,12 @@ class LibraryRun:
 
     def train(self, ids):
         """Forward and backward over the microbatches; returns the loss of each. The caller steps."""
-        return train_step(self.model, ids, ids).outputs
+        return train_step(self.model, ids).outputs
 
     def evaluate(self, ids):
         """Mean loss of one batch."""
         with torch.no_grad():
-            return evaluation_step(self.model, ids, ids).reduce_mean().item()
+            return evaluation_step(self.model, ids).reduce_mean().item()
 
     def state_dict(self):
         return self.model.state_dict()

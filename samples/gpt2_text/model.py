@@ -25,6 +25,13 @@ def build_model(vocabulary_size, length, dropout, seed):
     return model
 
 
+def forward(model, ids):
+    """Mean loss of predicting each token of `ids` [windows, length] from those before it."""
+    # With a mask, GPT-2 sees that nothing is padded and leaves the causal part to the attention kernel. Without one it builds a
+    # mask for packed sequences each time.
+    return model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids, use_cache=False).loss
+
+
 def make_optimizer(parameters, options):
     # The second moment is averaged over 20 steps instead of 1000: the whole training has a few hundred.
     return torch.optim.AdamW(parameters, lr=options.learning_rate, betas=(0.9, 0.95), weight_decay=options.weight_decay)

@@ -1,7 +1,7 @@
 """The same training in one process, without the library: what the library's results and speed are compared with."""
 
 import torch
-from model import make_optimizer
+from model import forward, make_optimizer
 
 
 class PlainRun:
@@ -18,7 +18,7 @@ class PlainRun:
         """Forward and backward over the microbatches in order; returns the loss of each. The caller steps."""
         losses = []
         for microbatch in ids.chunk(self.microbatches):
-            loss = self.model(input_ids=microbatch, labels=microbatch, use_cache=False).loss
+            loss = forward(self.model, microbatch)
             (loss / self.microbatches).backward()
             losses.append(loss.detach())
         return losses
@@ -26,10 +26,7 @@ class PlainRun:
     def evaluate(self, ids):
         """Mean loss of one batch."""
         with torch.no_grad():
-            losses = [
-                self.model(input_ids=microbatch, labels=microbatch, use_cache=False).loss
-                for microbatch in ids.chunk(self.microbatches)
-            ]
+            losses = [forward(self.model, microbatch) for microbatch in ids.chunk(self.microbatches)]
         return torch.stack(losses).mean().item()
 
     def state_dict(self):

@@ -67,6 +67,7 @@ from .ranks import (
 from .state import state
 from .step import StepFunction, step
 from .step_output import StepOutput
+from .trace import RankSummary, TraceSummary, trace
 
 __version__ = "0.1.0"
 
@@ -74,10 +75,11 @@ log.configure()
 
 __all__ = [
     "DP_GROUP", "DP_RANK", "MP_GROUP", "MP_RANK", "PP_GROUP", "PP_RANK", "RDP_GROUP", "RDP_RANK", "TP_GROUP", "TP_RANK", "WORLD", "WORLD_RANK",
-    "CommGroup", "DistributedModel", "DistributedOptimizer", "PartitionReport", "RankType", "SMPConfigError", "SMPError", "SMPFailureError",
-    "SMPUsageError", "StepFunction", "StepOutput", "allgather", "amp", "barrier", "broadcast", "dp_barrier", "dp_rank", "dp_size",
+    "CommGroup", "DistributedModel", "DistributedOptimizer", "PartitionReport", "RankSummary", "RankType", "SMPConfigError", "SMPError", "SMPFailureError",
+    "SMPUsageError", "StepFunction", "StepOutput", "TraceSummary", "allgather", "amp", "barrier", "broadcast", "dp_barrier", "dp_rank", "dp_size",
     "get_dp_group", "get_dp_process_group", "get_mp_group", "get_mp_process_group", "get_partition_report", "get_pp_group",
     "get_pp_process_group", "get_rdp_group", "get_rdp_process_group", "get_tp_group", "get_tp_process_group", "get_world_process_group", "init",
     "is_initialized", "is_tracing", "local_rank", "local_size", "mp_barrier", "mp_rank", "mp_size", "num_microbatches", "partition", "pp_rank",
     "pp_size", "rank", "rdp_rank", "rdp_size", "recv_from", "send", "set_partition", "shutdown", "size", "state", "step", "tp_rank", "tp_size",
+    "trace",
 ]  # fmt: skip

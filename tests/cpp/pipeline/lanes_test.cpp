@@ -89,9 +89,70 @@ TEST_F(LanesTest, the_most_urgent_head_goes_first) {
   push(3, Op{}, 0);
   push(4, Send{50, 1, 51}, 1);
   EXPECT_EQ(run(), "SEND");
+  EXPECT_EQ(run(), "CALL 1");  // it feeds the other rank
   EXPECT_EQ(run(), "BACKWARD");
   EXPECT_EQ(run(), "OP");
+}
+
+TEST_F(LanesTest, backward_goes_first_once_the_ranks_behind_are_fed) {
+  values_.store(50, at::ones({}), trash_);
+  for (int microbatch = 0; microbatch < 3; ++microbatch) {
+    push(FrameId{1} + static_cast<FrameId>(microbatch), call(microbatch), microbatch);
+  }
+  push(9, backward(50), 0);
+  EXPECT_EQ(run(), "CALL 0");
   EXPECT_EQ(run(), "CALL 1");
+  EXPECT_EQ(run(), "BACKWARD");
+  EXPECT_EQ(run(), "CALL 2");
+}
+
+TEST_F(LanesTest, a_microbatch_that_ended_makes_room_for_one_that_feeds) {
+  values_.store(50, at::ones({}), trash_);
+  push(1, call(0), 0);
+  push(2, call(1), 1);
+  EXPECT_EQ(run(), "CALL 0");
+  EXPECT_EQ(run(), "CALL 1");
+  push(1, End{}, 0);
+  EXPECT_EQ(run(), "END");
+  push(2, backward(50), 1);
+  push(3, call(2), 2);
+  EXPECT_EQ(run(), "BACKWARD");  // it goes on with what it ran last
+  push(2, backward(50), 1);
+  push(3, Send{50, 1, 51}, 2);
+  EXPECT_EQ(run(), "BACKWARD");
+  EXPECT_EQ(run(), "CALL 2");
+}
+
+TEST_F(LanesTest, brief_calls_are_not_counted_as_held_and_do_not_end_a_run) {
+  values_.store(50, at::ones({}), trash_);
+  for (const auto module : {1, 2}) {  // what each module takes is learnt
+    push(1, call(module, -1, module));
+    const auto taken = take();
+    lanes_.finish(*taken, module == 1 ? 100.0 : 1.0);
+  }
+  push(1, End{}, 0);
+  EXPECT_EQ(run(), "END");
+  lanes_.start_step();
+  push(2, call(20, -1, 1), 0);
+  push(2, call(21, -1, 1), 0);
+  push(3, call(30, -1, 2), 1);
+  push(3, call(31, -1, 1), 1);
+  push(4, call(40, -1, 2), 2);
+  push(4, call(41, -1, 1), 2);
+  push(9, backward(50), 0);
+  EXPECT_EQ(run(), "CALL 30");
+  EXPECT_EQ(run(), "CALL 40");
+  const auto run_long = [&] {
+    const auto taken = take();
+    lanes_.finish(*taken, 100.0);
+    const auto* of_call = std::get_if<Call>(&taken->body);
+    return of_call != nullptr ? static_cast<int>(of_call->call) : -1;
+  };
+  EXPECT_EQ(run_long(), 20);  // feeds
+  EXPECT_EQ(run_long(), 21);  // continues
+  EXPECT_EQ(run_long(), 31);  // feeds: microbatch 1 is not held yet
+  EXPECT_EQ(run_long(), -1);  // two are held
+  EXPECT_EQ(run_long(), 41);
 }
 
 TEST_F(LanesTest, simple_runs_forwards_before_backwards) {
@@ -135,7 +196,7 @@ TEST_F(LanesTest, the_lane_that_ran_last_goes_on) {
 TEST_F(LanesTest, calls_beyond_the_admission_limit_wait_until_a_microbatch_is_finished) {
   const auto limit = admission_limit(Policy::kInterleaved, 0, 0, 2);
   for (std::int32_t microbatch = 0; microbatch <= limit; ++microbatch) {
-    push(static_cast<FrameId>(microbatch + 1), call(microbatch), microbatch);
+    push(FrameId{1} + static_cast<FrameId>(microbatch), call(microbatch), microbatch);
   }
   for (std::int32_t microbatch = 0; microbatch < limit; ++microbatch) {
     EXPECT_EQ(run(), "CALL " + std::to_string(microbatch));
@@ -222,8 +283,8 @@ TEST_F(LanesTest, in_place_on_a_lent_value_waits_for_the_frame_that_has_it) {
   EXPECT_EQ(run(), "OP");
   EXPECT_EQ(run(), "nothing");
   values_.give_back(50, 9);
-  EXPECT_EQ(run(), "OP");
   EXPECT_EQ(run(), "CALL 1");
+  EXPECT_EQ(run(), "OP");
 }
 
 TEST_F(LanesTest, in_place_does_not_wait_for_the_frame_itself_and_those_above) {

@@ -94,6 +94,27 @@ TEST(Policy, what_continues_a_lane_goes_before_all_but_brief_ones) {
   }
 }
 
+TEST(Policy, a_forward_that_feeds_the_ranks_behind_goes_before_backwards) {
+  using enum Urgency;
+  constexpr bool kFeeds = true;
+  const std::vector<Row> table{
+      {"before a backward", {{kBackward, 0, 0}, {kForward, 3, 1, 0, false, kFeeds}}, 1, 1},
+      {"after a transfer", {{kTransfer, 0, 0}, {kForward, 3, 1, 0, false, kFeeds}}, 0, 0},
+      {"before an operator, or after it", {{kOperator, 5, 0}, {kForward, 3, 1, 0, false, kFeeds}}, 1, 0},
+      {"after what continues", {{kForward, 3, 1, 0, false, kFeeds}, {kBackward, 0, 0, 0, true}}, 1, 1},
+      {"before a lower one that does not", {{kForward, 0, 0}, {kForward, 3, 1, 0, false, kFeeds}}, 1, 0},
+  };
+  for (const auto& row : table) {
+    EXPECT_EQ(choose(Policy::kInterleaved, row.ready), row.interleaved) << row.what;
+    EXPECT_EQ(choose(Policy::kSimple, row.ready), row.simple) << row.what;
+  }
+}
+
+TEST(Policy, a_rank_holds_as_many_microbatches_as_ranks_from_it_to_the_last) {
+  EXPECT_EQ(pipeline_depth(0, 4), 4);
+  EXPECT_EQ(pipeline_depth(3, 4), 1);
+}
+
 TEST(Policy, the_choice_does_not_depend_on_the_order_of_candidates) {
   using enum Urgency;
   std::vector<Candidate> ready{

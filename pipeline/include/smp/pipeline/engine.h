@@ -177,7 +177,7 @@ class Engine {
   };
 
   // engine.cpp: steps, frames, failures
-  void enter_step();
+  void enter_step(const std::string& name);
   void leave_step();
   std::string follow(const std::string& name);
   void wait(const std::function<bool()>& ready);
@@ -220,7 +220,7 @@ class Engine {
   void store(ValueId id, std::shared_ptr<CallRecord> record);
   at::Tensor value(ValueId id) const;
   std::string where(const Instruction& instruction) const;
-  int issuer_of(const Instruction& instruction) const;
+  int partition_of(int rank) const;
   void reply(const Instruction& to, ValueId id, const std::string& bytes);
 
   // issue.cpp
@@ -259,6 +259,9 @@ class Engine {
   std::optional<std::pair<std::uint32_t, Failure>> left_;  // a peer that ended, after so many steps
   std::shared_ptr<Frame> microbatch_frame_;
   std::optional<FrameScope> microbatch_scope_;
+  std::string step_name_;
+  std::int64_t step_began_ns_ = 0;
+  std::int64_t microbatch_began_ns_ = 0;
 
   std::unordered_map<std::string, CallReport> reports_;
   std::string frozen_;  // requires_grad of every parameter when reports_ were made

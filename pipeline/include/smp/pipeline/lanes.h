@@ -59,17 +59,20 @@ class Lanes {
 
   [[nodiscard]] bool can_run(const Lane& lane, const ValueTable& values) const;
   [[nodiscard]] double cost_ms(const Instruction& instruction) const;
+  [[nodiscard]] bool feeds(const Instruction& instruction) const;
 
   Policy policy_;
   int partition_;
   int partitions_;
   std::unordered_map<FrameId, Lane> lanes_;
   std::uint64_t arrivals_ = 0;
-  FrameId last_lane_ = 0;  // of the call or backward that ran last
+  FrameId last_lane_ = 0;  // of what ran last and was not brief
   std::int32_t lowest_unfinished_ = 0;
   std::set<std::int32_t> finished_;
+  std::set<std::int32_t> held_;  // microbatches whose activations lie here
   std::map<std::pair<std::int32_t, std::uint64_t>, std::int64_t> next_ticket_;  // by module and context
   std::map<std::pair<std::size_t, std::int32_t>, double> costs_ms_;  // running mean, by kind of instruction and module
+  double longest_ms_ = 0;                                            // of these
 };
 
 }  // namespace smp::pipeline
