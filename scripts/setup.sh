@@ -51,7 +51,7 @@ PY
 
 python_packages() {
   local stamp="$SMP_VENV/.requirements" wanted
-  wanted="$(cat requirements/runtime.txt requirements/dev.txt)"
+  wanted="$(cat requirements/*.txt)"
   if [[ -x "$SMP_PYTHON" && -f "$stamp" && "$(<"$stamp")" == "$wanted" ]]; then
     return
   fi
@@ -62,6 +62,8 @@ python_packages() {
   fi
   say "Installing Python packages"
   "$SMP_PYTHON" -m pip install --quiet --requirement requirements/dev.txt
+  rm -rf "$SMP_VENV/transformers5"
+  "$SMP_PYTHON" -m pip install --quiet --no-deps --target "$SMP_VENV/transformers5" --requirement requirements/transformers5.txt
   printf '%s\n' "$wanted" >"$stamp"
 }
 

@@ -21,11 +21,11 @@ void add_up(const ModuleTree& tree, std::vector<T>& values) {
   }
 }
 
-/// Partitions first ... first + count - 1, with the cost that lies on the first of them already.
+/// Partitions first ... first + count - 1, with the costs that lie on the first and on the last of them already.
 struct Range {
   int first = 0;
   int count = 1;
-  std::int64_t first_cost = 0;
+  Extras costs;
 };
 
 class TreeWalk {
@@ -41,7 +41,7 @@ class TreeWalk {
 
   TreePartition run(int partitions) {
     // A model that cannot fill all partitions fills as many as it can.
-    queue_.push_back({{0}, {0, std::clamp(partitions, 1, std::max(capacities_[0], 1)), 0}});
+    queue_.push_back({{0}, {0, std::clamp(partitions, 1, std::max(capacities_[0], 1)), {}}});
     while (!queue_.empty()) {
       const Task task = std::move(queue_.front());
       queue_.pop_front();
@@ -90,10 +90,11 @@ class TreeWalk {
         cost_below += costs_[index(child)];
       }
     }
-    range.first_cost += own_costs_[index(module)];
-    const bool is_first_full = range.first_cost > 0 && range.first_cost * range.count >= range.first_cost + cost_below;
+    auto& first_cost = range.costs.first;
+    first_cost += own_costs_[index(module)];
+    const bool is_first_full = first_cost > 0 && first_cost * range.count >= first_cost + cost_below + range.costs.last;
     if (is_first_full || capacity_below < range.count) {
-      range = {range.first + 1, range.count - 1, 0};
+      range = {range.first + 1, range.count - 1, {0, range.costs.last}};
     }
     queue_.push_back({std::move(children), range});
   }
@@ -108,7 +109,7 @@ class TreeWalk {
     std::vector<std::vector<int>> runs;
     std::vector<Segment> segments;
     auto begin = siblings.begin();
-    for (const int end : cut_segments(costs, count, range.first_cost, steps_)) {
+    for (const int end : cut_segments(with_extras(costs, range.costs), count, steps_)) {
       runs.emplace_back(begin, siblings.begin() + end);
       begin = siblings.begin() + end;
       Segment& segment = segments.emplace_back();
@@ -118,21 +119,15 @@ class TreeWalk {
       }
     }
 
-    const std::vector<int> given = hand_out_partitions(segments, range.count, range.first_cost, steps_);
-    Range next = range;
+    const std::vector<int> given = hand_out_partitions(segments, range.count, range.costs, steps_);
+    const std::vector<Extras> extras = extras_of(segments, given, range.costs);
+    int first = range.first;
     for (std::size_t i = 0; i < runs.size(); ++i) {
       if (given[i] == 0) {
-        place_all(runs[i], range.first);
-        for (const std::int64_t cost : segments[i].costs) {
-          next.first_cost += cost;
-        }
-      }
-    }
-    for (std::size_t i = 0; i < runs.size(); ++i) {
-      if (given[i] > 0) {
-        next.count = given[i];
-        queue_.push_back({std::move(runs[i]), next});
-        next = {next.first + given[i], 0, 0};
+        place_all(runs[i], std::max(first - 1, range.first));
+      } else {
+        queue_.push_back({std::move(runs[i]), {first, given[i], extras[i]}});
+        first += given[i];
       }
     }
   }

@@ -456,7 +456,7 @@ void Engine::abort(Failure failure) {
   Leftovers leftovers;
   {
     const std::lock_guard lock(mutex_);
-    if (failure.step <= failed_step_) {
+    if (failure.step <= failed_step_ || failure.step != entered_step_) {
       return;  // the first failure of a step wins
     }
     fail_locked(failure, leftovers);

@@ -479,8 +479,20 @@ void Engine::run(const Instruction& instruction, const Accumulate& accumulate) {
 
 void Engine::run(const Instruction& instruction, const Op& op) {
   const c10::AutoGradMode no_grad(false);
-  const auto results = run_operator(op, [&](ValueId id) { return value(id); });
+  std::vector<std::vector<at::Tensor>> results;
+  try {
+    results = run_operator(op, [&](ValueId id) { return value(id); });
+  } catch (const c10::Error& error) {
+    if (op.reply == 0) {
+      throw;
+    }
+    Writer failed;  // raised where the operator was called: code may expect it
+    failed(false, std::string(error.what_without_backtrace()));
+    reply(instruction, op.reply, failed.bytes());
+    return;
+  }
   Writer report;
+  report(true);
   std::size_t next = 0;
   for (const auto& tensors : results) {
     report(static_cast<std::uint64_t>(tensors.size()));

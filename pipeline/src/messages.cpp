@@ -166,7 +166,7 @@ void Engine::take(int source, Message message) {
         return;
       }
       const std::lock_guard lock(mutex_);
-      if (failure.step > failed_step_) {
+      if (failure.step > failed_step_ && failure.step == entered_step_) {  // else this rank is past that step
         fail_locked(std::move(failure), leftovers);
       }
       return;

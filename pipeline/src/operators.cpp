@@ -22,7 +22,7 @@ namespace {
 // Local operands of at most this many elements travel inside the instruction.
 constexpr std::int64_t kInlineElements = 16;
 constexpr std::size_t kKnownOperators = 1 << 16;
-constexpr std::int64_t kUnknownResults = 64;
+constexpr std::int64_t kUnknownResults = 1 << 16;  // names are only numbers
 
 enum class TensorTag : std::uint8_t { kUndefined, kValue, kInline };
 
@@ -54,6 +54,17 @@ bool writes(const c10::Argument& argument) {
   return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
 }
 
+/// Operators without a kernel of their own that look at the data of these arguments, to decide what they consist of.
+bool looks_into(const c10::FunctionSchema& schema, std::size_t argument) {
+  if (schema.name() == "aten::tensor_split" && schema.overload_name() == "tensor_indices_or_sections") {
+    return argument == 1;
+  }
+  return schema.name() == "aten::ctc_loss" && schema.overload_name() == "Tensor" && argument >= 2;
+}
+
+/// Answers with a number, but from the metadata of tensors alone.
+bool asks_for_metadata(const c10::FunctionSchema& schema) { return schema.name() == "aten::_fused_sdp_choice"; }
+
 bool gives_tensors(const c10::FunctionSchema& schema) {
   return std::all_of(schema.returns().begin(), schema.returns().end(), [](const c10::Argument& result) {
     const auto kind = result.type()->kind();
@@ -66,16 +77,21 @@ bool stays_inline(const at::Tensor& x) { return !is_remote(x) && x.dim() == 0 &&
 
 // ---- above autograd
 
-void gather_operands(const c10::OperatorHandle& op, c10::DispatchKeySet /*keys*/, torch::jit::Stack* stack) {
-  const c10::impl::ExcludeDispatchKeyGuard below(c10::DispatchKey::DeferredInit);
+void gather_operands(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   auto* frame = current_frame();
+  bool local = false;
   if (frame != nullptr) {
     auto& engine = *frame->engine;
     const auto& schema = op.schema();
     const auto arguments = stack->end() - static_cast<std::ptrdiff_t>(schema.arguments().size());
     std::vector<at::Tensor> operands;
     std::optional<int> home;
-    bool local = false;
+    for (std::size_t i = 0; i < schema.arguments().size(); ++i) {
+      if (looks_into(schema, i)) {
+        replace_tensors(arguments[static_cast<std::ptrdiff_t>(i)],
+                        [&](const at::Tensor& x) { return engine.fetch(x); });
+      }
+    }
     for (std::size_t i = 0; i < schema.arguments().size(); ++i) {
       for (const auto& x : tensors_in(arguments[static_cast<std::ptrdiff_t>(i)])) {
         if (writes(schema.arguments()[i])) {
@@ -86,7 +102,7 @@ void gather_operands(const c10::OperatorHandle& op, c10::DispatchKeySet /*keys*/
             local = true;
           }
         }
-        if (!stays_inline(x)) {
+        if (!stays_inline(x) && !looks_into(schema, i)) {
           operands.push_back(x);
         }
       }
@@ -96,11 +112,19 @@ void gather_operands(const c10::OperatorHandle& op, c10::DispatchKeySet /*keys*/
     }
     for (std::size_t i = 0; i < schema.arguments().size(); ++i) {
       replace_tensors(arguments[static_cast<std::ptrdiff_t>(i)], [&](const at::Tensor& x) {
-        return local ? engine.to_local(x) : stays_inline(x) ? x : engine.to_home(x, *home);
+        const bool as_it_is = stays_inline(x) || looks_into(schema, i);
+        return local ? engine.to_local(x) : as_it_is ? x : engine.to_home(x, *home);
       });
     }
   }
-  op.callBoxed(stack);
+  if (local) {
+    op.callBoxed(stack);
+    return;
+  }
+  // Not by a guard of this thread: the operators that this one is composed of come through here too, since they may
+  // change tensors in place that were made on the way.
+  op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::DeferredInit),
+                     stack);
 }
 
 // ---- below autograd
@@ -120,7 +144,8 @@ at::Tensor meta_of(const at::Tensor& x) {
   return at::empty_strided({elements}, {1}, options).as_strided(x.sizes(), x.strides(), x.storage_offset());
 }
 
-/// Runs the meta kernel. Without value: what comes out depends on data, or there is no such kernel.
+/// Runs the meta kernel. Without value: what comes out depends on data, there is no such kernel, or it fails; then its
+/// owner runs the operator and says what came out, or how it failed.
 std::optional<OperatorReport> infer(const c10::OperatorHandle& op, const std::vector<c10::IValue>& arguments) {
   if (op.hasTag(at::Tag::dynamic_output_shape)) {
     return std::nullopt;
@@ -137,7 +162,7 @@ std::optional<OperatorReport> infer(const c10::OperatorHandle& op, const std::ve
   const auto before = stack;
   try {
     op.callBoxed(&stack);
-  } catch (const c10::NotImplementedError&) {
+  } catch (const std::exception&) {
     return std::nullopt;
   }
   OperatorReport report;
@@ -168,6 +193,12 @@ std::optional<OperatorReport> infer(const c10::OperatorHandle& op, const std::ve
   return report;
 }
 
+/// A tensor of this process with the metadata of a remote one; its data means nothing.
+at::Tensor like(const at::Tensor& x) {
+  auto out = at::empty_strided(x.sizes(), x.strides(), at::TensorOptions().dtype(x.scalar_type()).device(at::kCPU));
+  return x.requires_grad() ? out.set_requires_grad(true) : out;
+}
+
 /// Same handle, no operator: detach and alias name the same value.
 bool only_renames(const c10::FunctionSchema& schema) {
   return schema.name() == "aten::detach" || schema.name() == "aten::alias";
@@ -191,9 +222,19 @@ void issue_operator(const c10::OperatorHandle& op, c10::DispatchKeySet /*keys*/,
         schema.name());
   }
   auto& engine = *frame->engine;
-  if (!gives_tensors(schema)) {  // .item(), equal, is_nonzero: somebody wants the data
+  bool changes_local = false;
+  for (std::size_t i = 0; i < arguments.size(); ++i) {
+    if (writes(schema.arguments()[i])) {
+      for (const auto& x : tensors_in(arguments[i])) {
+        changes_local |= !is_remote(x);
+      }
+    }
+  }
+  if (changes_local || !gives_tensors(schema)) {  // .item(), equal, is_nonzero: somebody wants the data
     for (auto& argument : arguments) {
-      replace_tensors(argument, [&](const at::Tensor& x) { return engine.fetch(x); });
+      replace_tensors(argument, [&](const at::Tensor& x) {
+        return asks_for_metadata(schema) && is_remote(x) ? like(x) : engine.fetch(x);
+      });
     }
     for (auto& argument : arguments) {
       stack->push_back(std::move(argument));
@@ -275,6 +316,9 @@ void issue_operator(const c10::OperatorHandle& op, c10::DispatchKeySet /*keys*/,
     engine.issue(home, std::move(instruction));
     const auto bytes = engine.wait_reply(reply);
     Reader reader(bytes);
+    if (!reader.get<bool>()) {
+      TORCH_CHECK(false, reader.get<std::string>());
+    }
     std::size_t next = 0;
     for (const auto& returned : schema.returns()) {
       const auto count = reader.get<std::uint64_t>();
@@ -343,6 +387,11 @@ std::vector<std::vector<at::Tensor>> run_operator(const Op& op, const std::funct
   std::vector<std::vector<at::Tensor>> results;
   for (const auto& result : stack) {
     results.push_back(result.isTensorList() ? result.toTensorVector() : std::vector<at::Tensor>{result.toTensor()});
+    for (auto& x : results.back()) {
+      if (x.defined() && (x.is_conj() || x.is_neg())) {  // views that their issuer takes for plain tensors
+        x = x.resolve_conj().resolve_neg();
+      }
+    }
   }
   return results;
 }

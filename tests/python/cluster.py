@@ -17,6 +17,7 @@ from typing import Any
 
 FOLDER = Path(__file__).parent
 TIMEOUT_S = 180
+_FOLDERS = ("", "pipeline", "smp", "hugging_face")
 _KEEP = {
     "OMP_NUM_THREADS": "1",
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -25,10 +26,10 @@ _KEEP = {
 }
 
 
-def rank_environment(**extra: str) -> dict[str, str]:
-    """The environment of ranks that a test starts."""
+def rank_environment(*first: str, **extra: str) -> dict[str, str]:
+    """The environment of ranks that a test starts; `first` are folders that imports look into before all others."""
     search = os.pathsep.join(
-        [str(FOLDER), str(FOLDER / "pipeline"), str(FOLDER / "smp"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        [*first, *(str(FOLDER / name) for name in _FOLDERS), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
     return {**os.environ, **_KEEP, "PYTHONPATH": search, **extra}
 
@@ -43,10 +44,11 @@ class RankError(AssertionError):
 
 
 class Cluster:
-    """A launch of `ranks` processes that run one function after another."""
+    """A launch of `ranks` processes that run one function after another. `first` as in rank_environment()."""
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int, *first: str) -> None:
         self.ranks = ranks
+        self._first = first
         self._folder = Path(tempfile.mkdtemp(prefix="smp-cluster-"))
         self._process: subprocess.Popen[str] | None = None
         self._count = 0
@@ -55,7 +57,7 @@ class Cluster:
         log = open(self._folder / "log", "a")  # noqa: SIM115
         return subprocess.Popen(
             mpirun(self.ranks, str(FOLDER / "cluster.py"), str(self._folder)),
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=rank_environment(), cwd=FOLDER,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=rank_environment(*self._first), cwd=FOLDER,
         )  # fmt: skip
 
     def run(self, function: Any, *args: Any, **kwargs: Any) -> list[Any]:

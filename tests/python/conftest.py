@@ -17,12 +17,12 @@ def repetitions(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture(scope="session")
-def clusters() -> Iterator[Callable[[int], Cluster]]:
-    """`clusters(n)`: the launch of n ranks that all tests share."""
-    running: dict[int, Cluster] = {}
+def clusters() -> Iterator[Callable[..., Cluster]]:
+    """`clusters(n)`: the launch of n ranks that all tests share. `clusters(n, folder)`: one that imports from `folder` first."""
+    running: dict[tuple[int, tuple[str, ...]], Cluster] = {}
 
-    def get(ranks: int) -> Cluster:
-        return running.setdefault(ranks, Cluster(ranks))
+    def get(ranks: int, *first: str) -> Cluster:
+        return running.setdefault((ranks, first), Cluster(ranks, *first))
 
     yield get
     for cluster in running.values():

@@ -12,6 +12,7 @@ from torch import nn
 
 from . import _C, trees
 from .exceptions import SMPFailureError
+from .log import logger
 from .placement import Assignment
 from .state import state
 
@@ -84,6 +85,10 @@ class _Host:
         return StepAborted(failure)
 
 
+def _hook_count(module: nn.Module) -> int:
+    return len(module._forward_hooks) + len(module._forward_pre_hooks)
+
+
 class Runtime:
     """One partitioned model: its modules by number, their shells, and the engine of this rank.
 
@@ -124,8 +129,13 @@ class Runtime:
 
         self.parameters = list(parameters.values())
         self._patched = [m.__dict__.get("forward") for m in self.modules]
-        for index, submodule in enumerate(self.modules):
-            submodule.forward = self._shell(index)
+        self._shells = [self._shell(index) for index in range(len(self.modules))]
+        for submodule, shell in zip(self.modules, self._shells, strict=True):
+            submodule.forward = shell
+        # What every rank has, since every rank ran the same script so far.
+        self._hook_counts = [_hook_count(m) for m in self.modules]
+        self._insides = [[self.module_numbers[id(m)] for m in subtree[1:]] for subtree in self.subtrees]
+        self._in_pieces: set[int] = set()
         for full_name, parameter, home in self.parameters:
             if home != self.partition:
                 _C.vacate(
@@ -152,11 +162,30 @@ class Runtime:
 
         @functools.wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if inline or not in_frame():
+            if inline or not in_frame() or self._is_hooked_inside(index):
                 return original(*args, **kwargs)
             return self._call(index, args, kwargs)
 
         return forward
+
+    def _is_hooked_inside(self, index: int) -> bool:
+        """Has code of this rank hooked into a module inside this one since the model was distributed? Its home knows nothing of that,
+        so the module then runs in pieces: its `forward` is glue, the hooked module a call of its own, and the hook sees its result.
+        """
+        modules, counts, shells = self.modules, self._hook_counts, self._shells
+        for i in self._insides[index]:
+            module = modules[i]
+            if _hook_count(module) != counts[i] or module.__dict__.get("forward") is not shells[i]:
+                if index not in self._in_pieces:
+                    self._in_pieces.add(index)
+                    logger.info(
+                        "module %r runs in pieces, each a call of its own, because of a hook in %r that was set after the model was "
+                        "distributed (to capture outputs, say)",
+                        self.names[index],
+                        self.names[i],
+                    )
+                return True
+        return False
 
     def _call(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tree, tensors = trees.pack(

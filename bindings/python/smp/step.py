@@ -118,11 +118,16 @@ class StepFunction:
 
     def _follow(self, runtime: Runtime) -> Any:
         try:
-            return pickle.loads(runtime.engine.follow_step(self._name))
+            outputs = runtime.engine.follow_step(self._name)
         except StepAborted as aborted:
             reraise(aborted.failure)
         except BaseException as error:
             self._abort(runtime.engine, error)
+            raise
+        try:
+            return pickle.loads(outputs)
+        except Exception as error:
+            error.add_note(f"smp: what step {self._name} returned came to this rank, but can't be unpickled here")
             raise
 
     def _abort(self, engine: "_C.Engine", error: BaseException) -> None:

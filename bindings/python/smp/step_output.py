@@ -59,7 +59,12 @@ def merge(results: Sequence[Any]) -> Any:
         for key in first:
             merged[key] = merge([result[key] for result in results])
         return merged
-    if alike and isinstance(first, list | tuple) and all(len(result) == len(first) for result in results):
+    if (
+        alike
+        and isinstance(first, list | tuple)
+        and not isinstance(first, torch.Size)
+        and all(len(result) == len(first) for result in results)
+    ):
         items = [merge(column) for column in zip(*results, strict=True)]
         return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
     return list(results)

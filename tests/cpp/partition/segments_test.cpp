@@ -46,15 +46,16 @@ std::int64_t best_by_brute_force(const Costs& costs, int segments, std::int64_t 
 
 std::vector<int> cut(const Costs& costs, int segments, std::int64_t first_extra = 0) {
   Steps steps = 0;
-  return cut_segments(costs, segments, first_extra, steps);
+  return cut_segments(with_extras(costs, {first_extra, 0}), segments, steps);
 }
 
 Segment leaves(const Costs& costs) { return {costs, std::vector<int>(costs.size(), 1)}; }
 Segment container(std::int64_t cost, int capacity) { return {{cost}, {capacity}}; }
 
-std::vector<int> hand_out(const std::vector<Segment>& segments, int partitions, std::int64_t first_extra = 0) {
+std::vector<int> hand_out(const std::vector<Segment>& segments, int partitions, std::int64_t first_extra = 0,
+                          std::int64_t last_extra = 0) {
   Steps steps = 0;
-  return hand_out_partitions(segments, partitions, first_extra, steps);
+  return hand_out_partitions(segments, partitions, {first_extra, last_extra}, steps);
 }
 
 TEST(CutSegments, largest_run_is_the_smallest_possible) {
@@ -62,9 +63,9 @@ TEST(CutSegments, largest_run_is_the_smallest_possible) {
   for (int trial = 0; trial < 600; ++trial) {
     Costs costs(1 + random() % 12);
     for (auto& cost : costs) {
-      cost = random() % (trial % 3 == 0 ? 3 : 100);
+      cost = static_cast<std::int64_t>(random() % (trial % 3 == 0 ? 3 : 100));
     }
-    const std::int64_t first_extra = trial % 2 == 0 ? 0 : random() % 200;
+    const std::int64_t first_extra = trial % 2 == 0 ? 0 : static_cast<std::int64_t>(random() % 200);
     for (int segments = 1; segments <= static_cast<int>(costs.size()); ++segments) {
       const std::vector<int> ends = cut(costs, segments, first_extra);
       ASSERT_EQ(static_cast<int>(ends.size()), segments);
@@ -75,7 +76,7 @@ TEST(CutSegments, largest_run_is_the_smallest_possible) {
       const std::int64_t best = best_by_brute_force(costs, segments, first_extra);
       ASSERT_EQ(*std::max_element(runs.begin(), runs.end()), best);
       Steps steps = 0;
-      ASSERT_EQ(largest_segment(costs, segments, first_extra, steps), best);
+      ASSERT_EQ(largest_segment(with_extras(costs, {first_extra, 0}), segments, steps), best);
     }
   }
 }
@@ -109,7 +110,7 @@ TEST(CutSegments, costs_of_nothing_are_cut_into_non_empty_runs) {
 
 TEST(CutSegments, work_grows_with_siblings_and_not_with_siblings_times_runs) {
   Steps steps = 0;
-  cut_segments(Costs(10'000, 7), 64, 0, steps);
+  cut_segments(Costs(10'000, 7), 64, steps);
   EXPECT_LT(steps, 100'000);
 }
 
@@ -142,6 +143,17 @@ TEST(HandOutPartitions, one_each_where_dhondt_would_make_the_largest_partition_l
   EXPECT_EQ(hand_out({leaves({100}), leaves({30, 30}), leaves({29})}, 3), (std::vector<int>{1, 1, 1}));
   // Here it pays: 50 + 50 and 60 + 1 instead of 100 and 1.
   EXPECT_EQ(hand_out({leaves({50, 50}), leaves({1})}, 2), (std::vector<int>{2, 0}));
+  // 50, 51 and not 50 + 40, 50, 1: what lies on the last partition anyway counts there.
+  EXPECT_EQ(hand_out({leaves({50, 50}), leaves({1})}, 3, 0, 40), (std::vector<int>{2, 1}));
+}
+
+TEST(ExtrasOf, segments_that_get_nothing_lie_on_the_partition_before_them_or_on_the_first) {
+  const std::vector<Segment> segments{leaves({1}), leaves({20, 20}), leaves({3}), leaves({30}), leaves({5})};
+  const auto extras = extras_of(segments, {0, 2, 0, 1, 0}, {100, 1000});
+  EXPECT_EQ(extras[1].first, 101);
+  EXPECT_EQ(extras[1].last, 3);
+  EXPECT_EQ(extras[3].first, 0);
+  EXPECT_EQ(extras[3].last, 1005);
 }
 
 }  // namespace

@@ -183,7 +183,7 @@ TEST(PartitionTree, chains_are_never_worse_than_the_best_contiguous_cut) {
   for (int trial = 0; trial < 400; ++trial) {
     std::vector<std::int64_t> bytes(1 + random() % 12);
     for (auto& size : bytes) {
-      size = 1 + random() % (trial % 2 == 0 ? 4 : 100);
+      size = 1 + static_cast<std::int64_t>(random() % (trial % 2 == 0 ? 4 : 100));
     }
     const ModuleTree tree = make_chain(bytes);
     for (int partitions = 1; partitions <= static_cast<int>(bytes.size()); ++partitions) {
@@ -355,6 +355,29 @@ TEST(PartitionTree, gpt2_is_balanced_with_tied_and_untied_embeddings) {
     EXPECT_LE(*std::max_element(on_four.begin(), on_four.end()), 0.36) << "tied " << tied;
     EXPECT_GE(*std::min_element(on_four.begin(), on_four.end()), 0.15) << "tied " << tied;
   }
+}
+
+TEST(PartitionTree, a_small_head_joins_the_last_partition_of_what_comes_before_it) {
+  Builder builder;
+  const int body = builder.add("body", 0);
+  builder.add("body.embedding", body, 8);
+  for (int i = 0; i < 7; ++i) {
+    builder.add("body.layer", body, 8);
+  }
+  const int head = builder.add("head", 0, 2);
+  const auto home = homes(builder.tree(), 4);
+  EXPECT_EQ(home[static_cast<std::size_t>(head)], 3);
+  EXPECT_EQ(loads(builder.tree(), home, 4), (std::vector<double>{16, 16, 16, 18}));
+}
+
+TEST(PartitionTree, a_head_of_the_size_of_a_layer_counts_in_the_cut_before_it) {
+  Builder builder;
+  const int body = builder.add("body", 0);
+  for (int i = 0; i < 7; ++i) {
+    builder.add("body.layer", body, 10);
+  }
+  builder.add("head", 0, 10);
+  EXPECT_EQ(loads(builder.tree(), homes(builder.tree(), 2), 2), (std::vector<double>{40, 40}));
 }
 
 TEST(PartitionTree, blocks_of_gpt2_are_not_torn_while_there_are_enough) {

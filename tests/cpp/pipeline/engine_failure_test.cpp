@@ -116,11 +116,30 @@ TEST_F(EngineFailure, an_operator_that_fails_is_named) {
   const auto errors = cluster.try_step(
       [data = data_](Model& model, int microbatch) {
         const auto y = model("b", data[static_cast<std::size_t>(microbatch)]);
-        return Tensors{y.index({at::tensor({100})})};
+        return Tensors{y.gather(0, at::full({1, 1}, 100, at::kLong))};
       },
       kMicrobatches);
-  expect_all_say(errors, {"rank 1", "microbatch 0", "OP aten::index", "out of bounds"});
+  expect_all_say(errors, {"rank 1", "microbatch 0", "OP aten::gather", "out of bounds"});
   expect_good_step(cluster);
+}
+
+// What comes out of it is not known where it is called, so its caller waits: the error is raised there.
+TEST_F(EngineFailure, an_operator_whose_caller_waits_fails_where_it_was_called) {
+  Cluster cluster(spec_, 2);
+  bool caught = false;
+  const auto errors = cluster.try_step(
+      [&caught, data = data_](Model& model, int microbatch) {
+        const auto y = model("b", data[static_cast<std::size_t>(microbatch)]);
+        try {
+          static_cast<void>(y.matmul(at::ones({1000, 2})));
+        } catch (const c10::Error& error) {
+          caught = std::string(error.what()).find("1000") != std::string::npos;
+        }
+        return Tensors{y};
+      },
+      1);
+  EXPECT_EQ(errors, std::vector<std::string>(2));
+  EXPECT_TRUE(caught);
 }
 
 TEST_F(EngineFailure, an_exception_in_the_step_function_reaches_every_rank) {

@@ -1,0 +1,60 @@
+"""Trains members of the zoo on every rank, and compares with plain PyTorch; what they return is asserted in test_zoo.py."""
+
+import warnings
+from typing import Any
+
+import torch
+import transformers
+import zoo
+
+import smp
+
+MICROBATCHES = 2
+STEPS = 2
+
+
+@smp.step
+def train_step(model: smp.DistributedModel, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    loss = model(**batch).loss
+    model.backward(loss)
+    return loss
+
+
+def plain_step(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    losses = []
+    for index in range(MICROBATCHES):
+        loss = model(**{key: value.chunk(MICROBATCHES)[index] for key, value in batch.items()}).loss
+        (loss / MICROBATCHES).backward()
+        losses.append(loss.detach())
+    return losses
+
+
+def compare(name: str, partitions: int, masked: bool = False, **config: Any) -> dict[str, Any]:
+    """Two steps of a new sequence length each, with Hugging Face's default arguments: losses and gradients that differ from plain
+    PyTorch, as (what, largest difference), and the parameters of each partition."""
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    plain = zoo.build(name, **config)
+    smp.init({"partitions": partitions, "microbatches": MICROBATCHES})
+    model = smp.DistributedModel(zoo.build(name, **config))
+    differences = []
+    for step in range(STEPS):
+        batch = zoo.make_batch(name, seed=step, length=zoo.LENGTH + step, masked=masked)
+        plain.zero_grad()
+        for parameter in model.local_parameters():
+            parameter.grad = None
+        theirs = plain_step(plain, batch)
+        ours = train_step(model, batch).outputs
+        expected = dict(plain.named_parameters())
+        pairs = [(f"loss {i}", a, b) for i, (a, b) in enumerate(zip(ours, theirs, strict=True))]
+        pairs += [(key, p.grad, expected[key].grad) for key, p in model.local_named_parameters() if key in expected]
+        for what, a, b in pairs:
+            if (a is None) != (b is None):
+                differences.append((step, what, "one has none"))
+            elif a is not None and b is not None and not torch.equal(a, b):
+                differences.append((step, what, (a - b).abs().max().item()))
+    runtime = model._runtime
+    state = None if runtime is None else {k: v for k, v in runtime.engine.state().items() if k != "value_bytes"}
+    local = sum(p.numel() for p in model.local_parameters())
+    smp.shutdown()
+    return {"differences": differences, "parameters": local, "version": transformers.__version__, "state": state}
