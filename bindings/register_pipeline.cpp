@@ -134,9 +134,11 @@ class PythonHost final : public Host {
   py::object host_;
 };
 
-EngineOptions make_options(const std::string& pipeline, int active_microbatches, std::vector<int> peers,
-                           const py::list& modules, const py::list& parameters, std::uint32_t generation) {
+EngineOptions make_options(const std::string& pipeline, int active_microbatches, double stall_timeout_s,
+                           std::vector<int> peers, const py::list& modules, const py::list& parameters,
+                           std::uint32_t generation) {
   EngineOptions options;
+  options.stall_timeout_s = stall_timeout_s;
   options.policy = smp::pipeline::policy_named(pipeline);
   options.active_microbatches = active_microbatches;
   options.peers = std::move(peers);
@@ -154,9 +156,11 @@ EngineOptions make_options(const std::string& pipeline, int active_microbatches,
 }
 
 std::shared_ptr<Engine> make_engine(std::shared_ptr<smp::Transport> transport, py::object host,
-                                    const std::string& pipeline, int active_microbatches, std::vector<int> peers,
-                                    const py::list& modules, const py::list& parameters, std::uint32_t generation) {
-  auto options = make_options(pipeline, active_microbatches, std::move(peers), modules, parameters, generation);
+                                    const std::string& pipeline, int active_microbatches, double stall_timeout_s,
+                                    std::vector<int> peers, const py::list& modules, const py::list& parameters,
+                                    std::uint32_t generation) {
+  auto options =
+      make_options(pipeline, active_microbatches, stall_timeout_s, std::move(peers), modules, parameters, generation);
   auto python_host = std::make_shared<PythonHost>(std::move(host));
   const py::gil_scoped_release release;
   auto* engine = new Engine(std::move(transport), std::move(python_host), std::move(options));
@@ -204,8 +208,8 @@ void register_engine(py::module_& module) {
   const py::call_guard<py::gil_scoped_release> without_gil;
   py::class_<Engine, std::shared_ptr<Engine>>(module, "Engine", "The interpreter of one rank.")
       .def(py::init(&make_engine), py::arg("transport"), py::arg("host"), py::arg("pipeline"),
-           py::arg("active_microbatches"), py::arg("peers"), py::arg("modules"), py::arg("parameters"),
-           py::arg("generation"))
+           py::arg("active_microbatches"), py::arg("stall_timeout_s"), py::arg("peers"), py::arg("modules"),
+           py::arg("parameters"), py::arg("generation"))
       .def_property_readonly("partition", &Engine::partition)
       .def_property_readonly("partitions", &Engine::partitions)
       .def("begin_step", &Engine::begin_step, without_gil)

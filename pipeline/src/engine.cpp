@@ -15,6 +15,8 @@ namespace smp::pipeline {
 namespace {
 
 constexpr std::chrono::milliseconds kInterruptInterval{50};
+// What runs when a step has stalled may never end: the caller is told all the same.
+constexpr std::chrono::seconds kStallGrace{1};
 
 /// Around what blocks: without the interpreter's lock.
 class Outside {
@@ -114,6 +116,7 @@ void Engine::close() {
 
 void Engine::enter_step(const std::string& name) {
   step_name_ = name;
+  made_progress();
   step_began_ns_ = trace_clock_ns();
   std::string frozen;
   for (const auto& parameter : options_.parameters) {
@@ -211,7 +214,11 @@ void Engine::leave_failed_step() {
   microbatch_frame_.reset();
   const Outside outside(*host_);
   std::unique_lock lock(mutex_);
+  const auto deadline = std::chrono::steady_clock::now() + kStallGrace;
   while (failed_ && !stopping_ && idle_executors_ < static_cast<int>(executors_.size())) {
+    if (failure_ && failure_->stall && std::chrono::steady_clock::now() > deadline) {
+      return;
+    }
     changed_.wait_for(lock, kInterruptInterval);
     lock.unlock();
     host_->check_interrupt();
@@ -379,13 +386,16 @@ void Engine::wait(const std::function<bool()>& ready) {
       flush_releases();
       lock.lock();
       while (!ready() && !failed_ && !stopping_) {
+        caller_waits_ |= !is_executor;
         changed_.wait_for(lock, kInterruptInterval);
         if (!is_executor) {
           lock.unlock();
           host_->check_interrupt();
+          watch();
           lock.lock();
         }
       }
+      caller_waits_ &= is_executor;
       if (is_executor) {
         ++resuming_;
         while (computing_) {

@@ -124,12 +124,15 @@ void Engine::run_executor() {
       return;
     }
     computing_ = true;
+    running_.push_back({&*instruction, trace_clock_ns()});
     transport_->set_busy(true);
     ++counts_.executed[instruction->name()];
     lock.unlock();
 
     const auto begin = trace_clock_ns();
+    made_progress();
     execute(*instruction);
+    made_progress();
     const auto end = trace_clock_ns();
 
     Leftovers leftovers;
@@ -141,6 +144,7 @@ void Engine::run_executor() {
       }
     }
     computing_ = false;
+    std::erase_if(running_, [&](const Running& running) { return running.instruction == &*instruction; });
     changed_.notify_all();
     if (trace().on()) {
       TraceEvent event{TraceKind::kRun, where(*instruction), begin, end, trace_track()};

@@ -78,6 +78,33 @@ const std::vector<ValueId>* Instruction::mutated() const {
   return nullptr;
 }
 
+std::vector<std::pair<ValueId, std::uint64_t>> Instruction::makes() const {
+  std::vector<std::pair<ValueId, std::uint64_t>> runs;
+  const auto each = [&](const std::vector<ValueId>& ids) {
+    for (auto id : ids) {
+      if (id != 0) {
+        runs.emplace_back(id, 1);
+      }
+    }
+  };
+  if (const auto* call = std::get_if<Call>(&body)) {
+    runs = {{call->call, 1}, {call->results, kUnknownResults}};
+  } else if (const auto* op = std::get_if<Op>(&body); op != nullptr && op->reply != 0) {
+    runs = {{op->results.front(), kUnknownResults}};
+  } else if (op != nullptr) {
+    each(op->results);
+  } else if (const auto* backward = std::get_if<Backward>(&body)) {
+    each(backward->results);
+  } else if (const auto* lift = std::get_if<Lift>(&body)) {
+    each({lift->record, lift->value});
+  } else if (const auto* send = std::get_if<Send>(&body)) {
+    each({send->copy});
+  } else if (const auto* alias = std::get_if<Alias>(&body)) {
+    each({alias->name});
+  }
+  return runs;
+}
+
 const char* Instruction::name() const {
   static constexpr const char* kNames[] = {"CALL", "OP",    "BACKWARD", "LIFT", "ACCUMULATE",
                                            "SEND", "ALIAS", "END",      "CLOSE"};

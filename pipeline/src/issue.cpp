@@ -14,15 +14,12 @@
 namespace smp::pipeline {
 namespace {
 
-// Results of a call whose outcome is not known yet: so many names are set aside for it.
-constexpr std::int64_t kUnknownResults = 1024;
-
 bool tracked(const at::Tensor& x) { return c10::GradMode::is_enabled() && x.requires_grad(); }
 
 /// Gives `out` a grad_fn.
-void attach(const at::Tensor& out, const at::Tensor& source, c10::intrusive_ptr<torch::autograd::Node> node) {
+void attach(const at::Tensor& out, const at::Tensor& source, const c10::intrusive_ptr<torch::autograd::Node>& node) {
   node->set_next_edges(torch::autograd::collect_next_edges(source));
-  torch::autograd::set_history(out, std::move(node));
+  torch::autograd::set_history(out, node);
 }
 
 }  // namespace
@@ -43,6 +40,7 @@ at::Tensor Engine::new_remote(int home, ValueId id, const TensorMeta& meta) {
 void Engine::issue(int home, Body body) {
   auto& frame = here();
   check_failed();
+  made_progress();
   frame.issued[static_cast<std::size_t>(home)] = 1;
   Instruction instruction{frame.id,        transport_->rank(), frame.microbatch, frame.step,
                           frame.outermost, frame.ancestors,    std::move(body)};

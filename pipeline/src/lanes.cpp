@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "smp/pipeline/trace.h"
+
 namespace smp::pipeline {
 namespace {
 
@@ -41,11 +43,12 @@ bool Lanes::feeds(const Instruction& instruction) const {
 void Lanes::push(Instruction instruction) {
   auto needs = instruction.needs();
   auto& lane = lanes_[instruction.frame];
-  lane.items.push_back({std::move(instruction), std::move(needs), arrivals_++});
+  lane.items.push_back({std::move(instruction), std::move(needs), arrivals_++, trace_clock_ns()});
 }
 
 bool Lanes::can_run(const Lane& lane, const ValueTable& values) const {
-  const auto& [instruction, needs, arrival] = lane.items.front();
+  const auto& instruction = lane.items.front().instruction;
+  const auto& needs = lane.items.front().needs;
   if (!std::all_of(needs.begin(), needs.end(), [&](ValueId id) { return values.ready(id); })) {
     return false;
   }
@@ -166,6 +169,21 @@ std::size_t Lanes::size() const {
     count += lane.items.size() + (lane.busy ? 1 : 0);
   }
   return count;
+}
+
+std::vector<Lanes::Waiting> Lanes::waiting(const ValueTable& values) const {
+  std::vector<Waiting> result;
+  for (const auto& [frame, lane] : lanes_) {
+    for (const auto& item : lane.items) {
+      const bool first = &item == &lane.items.front() && !lane.busy;
+      result.push_back({&item.instruction, item.arrived_ns, first, {}});
+      if (first) {
+        std::copy_if(item.needs.begin(), item.needs.end(), std::back_inserter(result.back().missing),
+                     [&](ValueId id) { return !values.ready(id); });
+      }
+    }
+  }
+  return result;
 }
 
 std::vector<std::string> Lanes::describe(const ValueTable& values) const {

@@ -15,6 +15,8 @@ enum class MessageKind : std::uint8_t {
   kStepEnd,
   kAbort,
   kLeave,  // the sender's engine closes
+  kStatusRequest,
+  kStatus,
 };
 
 }  // namespace smp::pipeline

@@ -79,6 +79,9 @@ void Engine::take(int source, Message message) {
     return;
   }
   const auto kind = reader.get<MessageKind>();
+  if (kind != MessageKind::kStatusRequest && kind != MessageKind::kStatus) {
+    made_progress();
+  }
   Leftovers leftovers;
   switch (kind) {
     case MessageKind::kInstruction: {
@@ -168,6 +171,26 @@ void Engine::take(int source, Message message) {
       const std::lock_guard lock(mutex_);
       if (failure.step > failed_step_ && failure.step == entered_step_) {  // else this rank is past that step
         fail_locked(std::move(failure), leftovers);
+      }
+      return;
+    }
+    case MessageKind::kStatusRequest: {
+      const auto serial = reader.get<std::uint64_t>();
+      auto answer = status();
+      Writer header;
+      header(MessageKind::kStatus, serial);
+      answer.fields(header);
+      send(partition_of(source), header);
+      return;
+    }
+    case MessageKind::kStatus: {
+      const auto serial = reader.get<std::uint64_t>();
+      RankStatus answer;
+      answer.fields(reader);
+      const std::lock_guard lock(mutex_);
+      if (serial == status_serial_) {
+        answers_[partition_of(source)] = std::move(answer);
+        changed_.notify_all();
       }
       return;
     }

@@ -22,7 +22,6 @@ namespace {
 // Local operands of at most this many elements travel inside the instruction.
 constexpr std::int64_t kInlineElements = 16;
 constexpr std::size_t kKnownOperators = 1 << 16;
-constexpr std::int64_t kUnknownResults = 1 << 16;  // names are only numbers
 
 enum class TensorTag : std::uint8_t { kUndefined, kValue, kInline };
 

@@ -148,6 +148,7 @@ class Runtime:
             _Host(self),
             cfg.pipeline,
             cfg.active_microbatches,
+            cfg.stall_timeout,
             topology.group("pp"),
             infos,
             self.parameters,

@@ -35,7 +35,7 @@ def compare(name: str, partitions: int, masked: bool = False, **config: Any) -> 
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     plain = zoo.build(name, **config)
-    smp.init({"partitions": partitions, "microbatches": MICROBATCHES})
+    smp.init({"partitions": partitions, "microbatches": MICROBATCHES, "stall_timeout": 60})
     model = smp.DistributedModel(zoo.build(name, **config))
     differences = []
     for step in range(STEPS):

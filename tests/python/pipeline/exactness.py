@@ -32,6 +32,7 @@ def train(
             "pipeline": pipeline,
             "auto_partition": homes is None,
             "default_partition": 0,
+            "stall_timeout": 60,  # a hang is explained before the launch is given up
         }
     )
     optimizer = make_optimizer(case.model.parameters())

@@ -16,6 +16,7 @@ from torch import nn
 import smp
 
 MICROBATCHES = 4
+STALL_S = 3
 
 
 class FailsInBackward(torch.autograd.Function):
@@ -51,6 +52,10 @@ class Fails(nn.Linear):
             sys.exit(7)
         if self.calls == 3 and self.how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if self.calls == 3 and self.how == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if self.calls == 3 and self.how == "hang":
+            time.sleep(3600)
         if self.how == "slow":
             time.sleep(0.5)
         out = super().forward(x)
@@ -136,6 +141,28 @@ def recoverable(how: str, partition: int | None) -> dict[str, Any]:
     return facts
 
 
+@smp.step
+def thinks(model, x, y):
+    """A step function that does something else for longer than `stall_timeout`."""
+    if smp.state.microbatch == 1:
+        time.sleep(2.5)
+    loss = F.cross_entropy(model(x), y)
+    model.backward(loss)
+    return loss
+
+
+def slow_but_not_stalled() -> list[bool]:
+    """Long pauses of partition 0, in a step and between steps, under a short `stall_timeout`: are the losses right?"""
+    with job(2, MICROBATCHES, stall_timeout=1):
+        model, plain, facts = distribute(), make_net(), []
+        for seed in range(2):
+            if smp.rank() == 0:
+                time.sleep(2.5)
+            ours = thinks(model, *make_batch(seed)).outputs
+            facts.append(all(map(torch.equal, ours, plain_step(plain, *make_batch(seed), MICROBATCHES))))
+    return facts
+
+
 # ---- scripts that end
 
 
@@ -151,7 +178,7 @@ def tell_the_test(what: str) -> None:
 @contextmanager
 def model_of_the_script(**how: str) -> Iterator[smp.DistributedModel]:
     """A distributed model; `first="forward"` says which layer fails how."""
-    smp.init({"partitions": 2, "microbatches": MICROBATCHES, "auto_partition": False})
+    smp.init({"partitions": 2, "microbatches": MICROBATCHES, "auto_partition": False, "stall_timeout": STALL_S})
     net = make_failing_net()
     for name, value in how.items():
         getattr(net, name).how = value
@@ -246,6 +273,10 @@ SCRIPTS: dict[str, Callable[[], None]] = {
     "wrong number of ranks": wrong_number_of_ranks,
     "rank 0 is killed": failing_module(first="kill"),
     "rank 1 is killed": failing_module(second="kill"),
+    "rank 0 is stopped": failing_module(first="stop"),
+    "rank 1 is stopped": failing_module(second="stop"),
+    "rank 0 hangs": failing_module(first="hang"),
+    "rank 1 hangs": failing_module(second="hang"),
     "interrupt": interrupted,
 }
 

@@ -41,7 +41,9 @@ def make_batch(seed: int = 0, size: int = BATCH_SIZE) -> tuple[torch.Tensor, tor
 @contextmanager
 def job(partitions: int = 2, microbatches: int = 2, **config: Any) -> Iterator[None]:
     """smp between init and shutdown, with modules placed by hand. Without the shutdown where the body raises: the launch ends then."""
-    smp.init({"partitions": partitions, "microbatches": microbatches, "auto_partition": False, **config})
+    smp.init(
+        {"partitions": partitions, "microbatches": microbatches, "auto_partition": False, "stall_timeout": 60, **config}
+    )
     yield
     smp.shutdown()
 

@@ -138,6 +138,28 @@ def test_a_killed_rank_ends_the_launch(launch, rank):
     assert "signal 9" in launch(f"rank {rank} is killed").text
 
 
+def test_a_module_that_never_returns_is_named_on_every_rank(launch):
+    words = ["made no progress on any rank", "stall_timeout is 3", "CALL of module 'second', microbatch 2, which runs"]
+    check_words(launch("rank 1 hangs"), (0, 1), words)
+
+
+def test_a_module_of_partition_0_that_never_returns_is_named_on_every_rank(launch):
+    check_words(launch("rank 0 hangs"), (0, 1), ["made no progress", "CALL of module 'first', microbatch 2 runs for"])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stopped_rank_is_named_by_the_other(launch, rank):
+    check_words(
+        launch(f"rank {rank} is stopped"),
+        [1 - rank],
+        ["made no progress", f"rank {rank} does not answer: it is stopped"],
+    )
+
+
+def test_long_pauses_of_the_script_are_no_stall(clusters):
+    assert clusters(2).run(failure_cases.slow_but_not_stalled) == [[True, True]] * 2
+
+
 def test_an_interrupt_ends_the_launch(launch):
     launch("interrupt")
 

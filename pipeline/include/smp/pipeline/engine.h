@@ -22,6 +22,7 @@
 #include "smp/pipeline/instruction.h"
 #include "smp/pipeline/lanes.h"
 #include "smp/pipeline/remote_tensor.h"
+#include "smp/pipeline/status.h"
 #include "smp/pipeline/value_table.h"
 #include "smp/transport.h"
 
@@ -47,7 +48,8 @@ struct ParameterInfo {
 struct EngineOptions {
   Policy policy = Policy::kInterleaved;
   int active_microbatches = 1;
-  std::vector<int> peers;  // transport rank of each partition; its size is the number of partitions
+  double stall_timeout_s = 300;  // 0: never
+  std::vector<int> peers;        // transport rank of each partition; its size is the number of partitions
   std::vector<ModuleInfo> modules;
   std::vector<ParameterInfo> parameters;
   std::uint32_t generation =
@@ -115,7 +117,7 @@ class Engine {
   /// Partition 0: all was issued. Does not block.
   void end_microbatch();
   /// Leaves a step that failed, and with it the frame of a microbatch. Blocks until nothing of the step runs on this
-  /// rank: then its parameters and their gradients are the caller's again.
+  /// rank: then its parameters and their gradients are the caller's again. After a stall it does not wait for long.
   void leave_failed_step();
   /// Partition 0: blocks until every microbatch is finished on every rank and gradients are complete.
   void finish_microbatches();
@@ -200,6 +202,12 @@ class Engine {
   void peer_left(int rank, std::uint32_t completed_steps, const std::string& reason);
   Failure as_of_now(Failure left) const;
 
+  // watchdog.cpp
+  void made_progress();
+  void watch();
+  RankStatus status() const;
+  std::vector<std::optional<RankStatus>> ask_all();
+
   // executor.cpp
   void run_executor();
   void start_executor();
@@ -266,6 +274,16 @@ class Engine {
   std::unordered_map<std::string, CallReport> reports_;
   std::string frozen_;  // requires_grad of every parameter when reports_ were made
   std::map<std::pair<std::int32_t, std::uint64_t>, std::int64_t> tickets_;  // the next, by module and context
+
+  struct Running {
+    const Instruction* instruction;
+    std::int64_t began_ns;
+  };
+  std::vector<Running> running_;
+  std::atomic<std::int64_t> progress_ns_{0};
+  bool caller_waits_ = false;
+  std::uint64_t status_serial_ = 0;
+  std::unordered_map<int, RankStatus> answers_;  // by partition, to the request of that serial
 
   std::vector<std::thread> executors_;
   int idle_executors_ = 0;

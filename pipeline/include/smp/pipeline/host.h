@@ -18,10 +18,11 @@ struct Failure {
   std::string where;    // "CALL of transformer.h.3"
   std::string message;  // text of the exception, with its traceback where there is one
   std::string payload;  // the host's own form of the exception; may be empty
+  bool stall = false;   // nothing moved any more: what still runs may never end
 
   template <typename Archive>
   void fields(Archive& archive) {
-    archive(step, rank, microbatch, where, message, payload);
+    archive(step, rank, microbatch, where, message, payload, stall);
   }
   [[nodiscard]] std::string describe() const;
 };

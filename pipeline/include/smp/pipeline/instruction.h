@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <variant>
 #include <vector>
 
@@ -163,6 +164,9 @@ struct Instruction {
   [[nodiscard]] std::vector<ValueId> needs() const;
   /// Values that it changes in place.
   [[nodiscard]] const std::vector<ValueId>* mutated() const;
+  /// Names that it gives to what it makes, on whatever rank: the first of each run of names, and how many there are at
+  /// most.
+  [[nodiscard]] std::vector<std::pair<ValueId, std::uint64_t>> makes() const;
   /// "CALL", "OP", ... as in traces and messages.
   [[nodiscard]] const char* name() const;
 };

@@ -42,6 +42,14 @@ class Lanes {
   void start_step();
   [[nodiscard]] std::vector<Instruction> clear();
   [[nodiscard]] std::size_t size() const;
+  /// Every instruction that has not been taken, with what of its needs is missing if it is the first of its lane.
+  struct Waiting {
+    const Instruction* instruction;
+    std::int64_t arrived_ns;
+    bool first;
+    std::vector<ValueId> missing;
+  };
+  [[nodiscard]] std::vector<Waiting> waiting(const ValueTable& values) const;
   /// One line for each lane: what it waits for.
   [[nodiscard]] std::vector<std::string> describe(const ValueTable& values) const;
 
@@ -50,6 +58,7 @@ class Lanes {
     Instruction instruction;
     std::vector<ValueId> needs;
     std::uint64_t arrival;
+    std::int64_t arrived_ns;
   };
   struct Lane {
     std::deque<Item> items;

@@ -18,6 +18,8 @@ namespace smp::pipeline {
 /// Names a value or a call for the whole launch: (counter << 8) | issuing rank. 0 names nothing.
 using ValueId = std::uint64_t;
 inline constexpr int kRankBits = 8;
+/// Results of a call or operator whose outcome is not known yet: so many names are set aside for it.
+inline constexpr std::uint64_t kUnknownResults = 1 << 16;
 /// Name `index` of a run of names that were set aside together.
 inline ValueId nth(ValueId first, std::size_t index) { return first + (static_cast<ValueId>(index) << kRankBits); }
 
