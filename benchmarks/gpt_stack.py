@@ -12,7 +12,7 @@ HEADS = 4
 
 
 class Size(NamedTuple):
-    """About how long one microbatch takes on one of two ranks depends on it."""
+    """What decides how long one microbatch takes."""
 
     hidden: int
     length: int

@@ -266,19 +266,17 @@ void register_engine(py::module_& module) {
              result["gradient_contributions"] = counts.gradient_contributions;
              return result;
            })
-      .def("state",
-           [](const Engine& engine) {
-             const auto state = engine.state();
-             py::dict result;
-             result["values"] = state.values;
-             result["calls"] = state.calls;
-             result["value_bytes"] = state.value_bytes;
-             result["queued"] = state.queued;
-             result["frames"] = state.frames;
-             result["pending_gradient_bytes"] = state.pending_gradient_bytes;
-             return result;
-           })
-      .def("describe_lanes", &Engine::describe_lanes, without_gil);
+      .def("state", [](const Engine& engine) {
+        const auto state = engine.state();
+        py::dict result;
+        result["values"] = state.values;
+        result["calls"] = state.calls;
+        result["value_bytes"] = state.value_bytes;
+        result["queued"] = state.queued;
+        result["frames"] = state.frames;
+        result["pending_gradient_bytes"] = state.pending_gradient_bytes;
+        return result;
+      });
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Steps, frames and failures. messages.cpp, issue.cpp and executor.cpp hold the rest of the engine.
+// Steps and failures of the engine; engine.h says which source holds the rest.
 #include "smp/pipeline/engine.h"
 
 #include <ATen/Parallel.h>
@@ -272,96 +272,6 @@ std::string Engine::follow(const std::string& name) {
   return ended_steps_.extract(step).mapped();
 }
 
-// ---- frames
-
-std::shared_ptr<Frame> Engine::open_frame(const Instruction& by) {
-  auto frame = std::make_shared<Frame>();
-  frame->engine = this;
-  frame->id = new_ids();
-  frame->microbatch = by.microbatch;
-  frame->step = by.step;
-  frame->parent = by.frame;
-  frame->ancestors = by.ancestors;
-  frame->ancestors.push_back(by.frame);
-  if (const auto* call = std::get_if<Call>(&by.body)) {
-    frame->context = call->context * (options_.modules.size() + 1) + static_cast<std::uint64_t>(call->module) + 1;
-  }
-  frame->issued.assign(options_.peers.size(), 0);
-  const std::lock_guard lock(mutex_);
-  if (failed_step_ < by.step) {
-    frames_[frame->id] = frame;
-    lanes_.open_nested(by.frame);
-  }
-  return frame;
-}
-
-void Engine::close_frame(const std::shared_ptr<Frame>& frame) {
-  frame->moved.clear();
-  flush_releases();
-  {
-    const std::lock_guard lock(mutex_);
-    frame->open_lanes = static_cast<int>(std::count(frame->issued.begin(), frame->issued.end(), 1));
-  }
-  if (frame->open_lanes == 0) {
-    frame_done(frame->id);
-    return;
-  }
-  const FrameScope scope(frame.get());
-  const auto lanes = frame->issued;
-  for (std::size_t home = 0; home < lanes.size(); ++home) {
-    if (lanes[home] != 0) {
-      issue(static_cast<int>(home), End{});
-    }
-  }
-}
-
-void Engine::frame_done(FrameId id) {
-  std::shared_ptr<Frame> frame;
-  std::optional<Instruction> close;
-  {
-    const std::lock_guard lock(mutex_);
-    const auto it = frames_.find(id);
-    if (it == frames_.end() || it->second->step <= failed_step_) {
-      return;
-    }
-    if (it->second->open_lanes > 0 && --it->second->open_lanes > 0) {
-      return;
-    }
-    frame = std::move(it->second);
-    frames_.erase(it);
-    if (frame->outermost) {
-      --open_microbatches_;
-    } else {
-      lanes_.close_nested(frame->parent);
-      for (auto value : frame->borrowed) {
-        values_.give_back(value, frame->id);
-      }
-    }
-    if (frame->outermost && nested_frames_) {
-      close = Instruction{frame->id, transport_->rank(), frame->microbatch, frame->step, true, {}, Close{}};
-      lanes_.push(*close);
-    }
-    changed_.notify_all();
-  }
-  if (close) {
-    Writer header;
-    header(MessageKind::kInstruction);
-    close->encode(header);
-    send_to_others(header);
-  }
-}
-
-Frame& Engine::here() const {
-  auto* frame = current_frame();
-  if (frame == nullptr || frame->engine != this) {
-    throw_usage(
-        "a tensor that lives on another partition was used outside a step: return it from the @smp.step function, or "
-        "read it inside "
-        "(.item(), .detach().clone())");
-  }
-  return *frame;
-}
-
 // ---- waiting and failing
 
 void Engine::wait(const std::function<bool()>& ready) {
@@ -386,7 +296,6 @@ void Engine::wait(const std::function<bool()>& ready) {
       flush_releases();
       lock.lock();
       while (!ready() && !failed_ && !stopping_) {
-        caller_waits_ |= !is_executor;
         changed_.wait_for(lock, kInterruptInterval);
         if (!is_executor) {
           lock.unlock();
@@ -395,7 +304,6 @@ void Engine::wait(const std::function<bool()>& ready) {
           lock.lock();
         }
       }
-      caller_waits_ &= is_executor;
       if (is_executor) {
         ++resuming_;
         while (computing_) {
@@ -467,7 +375,7 @@ void Engine::abort(Failure failure) {
   {
     const std::lock_guard lock(mutex_);
     if (failure.step <= failed_step_ || failure.step != entered_step_) {
-      return;  // the first failure of a step wins
+      return;  // the first failure of a step wins, and a step that was left can't fail any more
     }
     fail_locked(failure, leftovers);
   }
@@ -497,11 +405,6 @@ EngineState Engine::state() const {
           lanes_.size(),
           frames_.size(),
           sums_.pending_bytes()};
-}
-
-std::vector<std::string> Engine::describe_lanes() const {
-  const std::lock_guard lock(mutex_);
-  return lanes_.describe(values_);
 }
 
 }  // namespace smp::pipeline

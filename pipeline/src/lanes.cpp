@@ -186,22 +186,4 @@ std::vector<Lanes::Waiting> Lanes::waiting(const ValueTable& values) const {
   return result;
 }
 
-std::vector<std::string> Lanes::describe(const ValueTable& values) const {
-  std::vector<std::string> lines;
-  for (const auto& [frame, lane] : lanes_) {
-    if (lane.items.empty()) {
-      continue;
-    }
-    const auto& head = lane.items.front();
-    const auto missing =
-        std::count_if(head.needs.begin(), head.needs.end(), [&](ValueId id) { return !values.ready(id); });
-    lines.push_back(fmt::format(
-        "frame {} of rank {}, microbatch {}: {} instructions, the first is {}{}, {} of its {} values missing, {} open "
-        "frames below",
-        frame, head.instruction.issuer, head.instruction.microbatch, lane.items.size(), head.instruction.name(),
-        lane.busy ? " (one before it runs)" : "", missing, head.needs.size(), lane.open_nested));
-  }
-  return lines;
-}
-
 }  // namespace smp::pipeline

@@ -22,9 +22,7 @@ void Engine::made_progress() { progress_ns_.store(trace_clock_ns(), std::memory_
 RankStatus Engine::status() const {
   const std::lock_guard lock(mutex_);
   RankStatus result;
-  result.step = entered_step_;
   result.quiet_seconds = seconds_since(progress_ns_);
-  result.waits_for_others = caller_waits_;
   const auto add = [&](const Instruction& instruction, std::int64_t since_ns, bool running) -> InstructionStatus& {
     auto& entry = result.instructions.emplace_back();
     entry.what = where(instruction);

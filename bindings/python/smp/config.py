@@ -105,9 +105,8 @@ class Config:
     microbatches: int = _supported(_integer(1), 1)
     pipeline: str = _supported(_choice("interleaved", "simple"), "interleaved")
     active_microbatches: int = _supported(_integer(1), None)  # partitions + 2
-    stall_timeout: float = _supported(
-        _number(0, float("inf")), 300.0
-    )  # seconds without progress that end a step; 0: never
+    # Seconds without progress that end a step; 0: never.
+    stall_timeout: float = _supported(_number(0, float("inf")), 300.0)
     deterministic_server: bool = _missing(_BOOL, False, "one order of requests on all data-parallel ranks")
 
     # Placement of ranks and modules.

@@ -143,8 +143,8 @@ TEST(HandOutPartitions, one_each_where_dhondt_would_make_the_largest_partition_l
   EXPECT_EQ(hand_out({leaves({100}), leaves({30, 30}), leaves({29})}, 3), (std::vector<int>{1, 1, 1}));
   // Here it pays: 50 + 50 and 60 + 1 instead of 100 and 1.
   EXPECT_EQ(hand_out({leaves({50, 50}), leaves({1})}, 2), (std::vector<int>{2, 0}));
-  // 50, 51 and not 50 + 40, 50, 1: what lies on the last partition anyway counts there.
-  EXPECT_EQ(hand_out({leaves({50, 50}), leaves({1})}, 3, 0, 40), (std::vector<int>{2, 1}));
+  // What lies on the last partition anyway counts there: 100 and 61, not 50 and 111.
+  EXPECT_EQ(hand_out({leaves({50, 50}), leaves({1})}, 2, 0, 60), (std::vector<int>{1, 1}));
 }
 
 TEST(ExtrasOf, segments_that_get_nothing_lie_on_the_partition_before_them_or_on_the_first) {

@@ -376,8 +376,10 @@ TEST(PartitionTree, a_head_of_the_size_of_a_layer_counts_in_the_cut_before_it) {
   for (int i = 0; i < 7; ++i) {
     builder.add("body.layer", body, 10);
   }
-  builder.add("head", 0, 10);
-  EXPECT_EQ(loads(builder.tree(), homes(builder.tree(), 2), 2), (std::vector<double>{40, 40}));
+  const int head = builder.add("head", 0, 10);
+  const auto home = homes(builder.tree(), 2);
+  EXPECT_EQ(home[static_cast<std::size_t>(head)], 1);
+  EXPECT_EQ(loads(builder.tree(), home, 2), (std::vector<double>{40, 40}));
 }
 
 TEST(PartitionTree, blocks_of_gpt2_are_not_torn_while_there_are_enough) {

@@ -142,6 +142,21 @@ TEST_F(EngineFailure, an_operator_whose_caller_waits_fails_where_it_was_called) 
   EXPECT_TRUE(caught);
 }
 
+TEST_F(EngineFailure, a_step_that_was_left_can_not_fail_any_more) {
+  Cluster cluster(spec_, 2);
+  expect_good_step(cluster);
+  expect_good_step(cluster);
+  Failure late;
+  late.step = 1;
+  late.rank = 1;
+  late.message = "too late";
+  cluster.engine(1).abort(late);
+  for (int rank = 0; rank < 2; ++rank) {
+    EXPECT_FALSE(cluster.engine(rank).failure()) << rank;
+  }
+  expect_good_step(cluster);
+}
+
 TEST_F(EngineFailure, an_exception_in_the_step_function_reaches_every_rank) {
   Cluster cluster(spec_, 2);
   const auto errors = cluster.try_step(

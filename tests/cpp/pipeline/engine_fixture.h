@@ -231,9 +231,7 @@ class Cluster {
       const auto state = engine(rank).state();
       std::fprintf(stderr, "rank %d, step %u: %zu values, %zu calls, %zu queued, %zu frames\n", rank,
                    engine(rank).step(), state.values, state.calls, state.queued, state.frames);
-      for (const auto& line : engine(rank).describe_lanes()) {
-        std::fprintf(stderr, "  %s\n", line.c_str());
-      }
+      std::fprintf(stderr, "%s\n", explain_stall({rank}, {engine(rank).status()}).c_str());
     }
   }
 

@@ -91,7 +91,7 @@ TEST(PipelineTsanEngine, looking_at_an_engine_disturbs_nothing) {
       for (int rank = 0; rank < 3; ++rank) {
         static_cast<void>(cluster.engine(rank).state());
         static_cast<void>(cluster.engine(rank).counts());
-        static_cast<void>(cluster.engine(rank).describe_lanes());
+        static_cast<void>(cluster.engine(rank).status());
         static_cast<void>(cluster.engine(rank).failure());
       }
       std::this_thread::sleep_for(std::chrono::microseconds(200));

@@ -269,7 +269,7 @@ TEST_F(LanesTest, close_comes_after_the_end_and_leaves_no_lane_behind) {
   push(1, Close{});
   EXPECT_EQ(run(), "CLOSE");
   EXPECT_EQ(lanes_.size(), 0U);
-  EXPECT_TRUE(lanes_.describe(values_).empty());
+  EXPECT_TRUE(lanes_.waiting(values_).empty());
 }
 
 TEST_F(LanesTest, in_place_on_a_lent_value_waits_for_the_frame_that_has_it) {
@@ -308,14 +308,19 @@ TEST_F(LanesTest, clear_hands_out_what_waits_and_forgets_what_runs) {
   EXPECT_EQ(lanes_.size(), 0U);
 }
 
-TEST_F(LanesTest, a_description_names_what_the_first_instruction_waits_for) {
-  push(1, Send{50, 1, 51}, 3);
-  push(1, call(1), 3);
-  const auto lines = lanes_.describe(values_);
-  ASSERT_EQ(lines.size(), 1U);
-  for (const char* part : {"frame 1", "microbatch 3", "2 instructions", "SEND", "1 of its 1 values missing"}) {
-    EXPECT_NE(lines[0].find(part), std::string::npos) << part << " in: " << lines[0];
-  }
+TEST_F(LanesTest, what_waits_says_what_the_first_of_each_lane_misses) {
+  values_.store(60, at::ones({}), trash_);
+  auto needs_two = call(1);
+  needs_two.inputs = {50, 60};
+  push(1, needs_two, 3);
+  push(1, Send{70, 1, 71}, 3);
+  const auto waiting = lanes_.waiting(values_);
+  ASSERT_EQ(waiting.size(), 2U);
+  EXPECT_STREQ(waiting[0].instruction->name(), "CALL");
+  EXPECT_TRUE(waiting[0].first);
+  EXPECT_EQ(waiting[0].missing, (std::vector<ValueId>{50}));
+  EXPECT_FALSE(waiting[1].first);
+  EXPECT_TRUE(waiting[1].missing.empty());
 }
 
 }  // namespace

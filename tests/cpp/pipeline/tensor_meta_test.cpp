@@ -6,6 +6,8 @@
 #include <string>
 #include <vector>
 
+#include "smp/error.h"
+
 namespace smp::pipeline {
 namespace {
 
@@ -86,6 +88,17 @@ TEST(TensorMeta, conjugate_and_negative_views_travel_as_their_values) {
   const auto x = at::complex(at::arange(6, at::kFloat), at::ones({6}));
   EXPECT_TRUE(at::equal(travel(x.conj()), x.conj().resolve_conj()));
   EXPECT_TRUE(at::equal(travel(at::imag(x.conj())), at::full({6}, -1.0)));
+}
+
+TEST(TensorMeta, sparse_tensors_are_refused_with_advice) {
+  try {
+    static_cast<void>(TensorMeta::of(at::eye(3).to_sparse()));
+    FAIL() << "a sparse tensor was taken";
+  } catch (const UsageError& error) {
+    const std::string message = error.what();
+    EXPECT_NE(message.find("[3, 3]"), std::string::npos) << message;
+    EXPECT_NE(message.find(".to_dense()"), std::string::npos) << message;
+  }
 }
 
 TEST(TensorMeta, describes_the_tensor) {

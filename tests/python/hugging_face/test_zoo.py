@@ -23,7 +23,8 @@ def check(outcomes, name, version, exact=True):
         assert all(isinstance(d[2], float) and d[2] < ROUNDING for d in outcome["differences"]), (rank, outcome)
         assert not any(d[1].startswith("loss") for d in outcome["differences"]), (rank, outcome)
         assert all(value == 0 for value in outcome["state"].values()), (rank, outcome["state"])
-        assert outcome["parameters"] > 0
+        assert outcome["compared"], rank
+    assert sorted(key for outcome in outcomes for key in outcome["compared"]) == outcomes[0]["expected"]
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -25,16 +25,14 @@ class Member(NamedTuple):
 
 
 _NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-_LLAMA = {
-    "vocab_size": VOCABULARY,
+_LAYERS = {
     "hidden_size": HIDDEN,
     "intermediate_size": 2 * HIDDEN,
     "num_hidden_layers": LAYERS,
     "num_attention_heads": HEADS,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 2 * LENGTH,
-    **_NO_TOKENS,
 }
+_TEXT = {**_LAYERS, "vocab_size": VOCABULARY, "max_position_embeddings": 2 * LENGTH}
+_LLAMA = {**_TEXT, "num_key_value_heads": 2, **_NO_TOKENS}
 _GPT2 = {
     "vocab_size": VOCABULARY,
     "n_positions": 2 * LENGTH,
@@ -46,31 +44,11 @@ _GPT2 = {
     "attn_pdrop": 0.0,
     **_NO_TOKENS,
 }
-_BERT = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": HIDDEN,
-    "intermediate_size": 2 * HIDDEN,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-    "max_position_embeddings": 2 * LENGTH,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-}
+_BERT = {**_TEXT, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 MEMBERS = {
     "gpt2": Member("GPT2LMHeadModel", _GPT2),
-    "gpt_neox": Member(
-        "GPTNeoXForCausalLM",
-        {
-            "vocab_size": VOCABULARY,
-            "hidden_size": HIDDEN,
-            "intermediate_size": 2 * HIDDEN,
-            "num_hidden_layers": LAYERS,
-            "num_attention_heads": HEADS,
-            "max_position_embeddings": 2 * LENGTH,
-            **_NO_TOKENS,
-        },
-    ),
+    "gpt_neox": Member("GPTNeoXForCausalLM", {**_TEXT, **_NO_TOKENS}),
     "llama": Member("LlamaForCausalLM", _LLAMA),
     "mistral": Member("MistralForCausalLM", _LLAMA),
     "qwen2": Member("Qwen2ForCausalLM", _LLAMA),
@@ -112,10 +90,7 @@ MEMBERS = {
     "vit": Member(
         "ViTForImageClassification",
         {
-            "hidden_size": HIDDEN,
-            "intermediate_size": 2 * HIDDEN,
-            "num_hidden_layers": LAYERS,
-            "num_attention_heads": HEADS,
+            **_LAYERS,
             "image_size": 8,
             "patch_size": 4,
             "num_channels": 1,

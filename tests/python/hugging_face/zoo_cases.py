@@ -47,7 +47,9 @@ def compare(name: str, partitions: int, masked: bool = False, **config: Any) -> 
         ours = train_step(model, batch).outputs
         expected = dict(plain.named_parameters())
         pairs = [(f"loss {i}", a, b) for i, (a, b) in enumerate(zip(ours, theirs, strict=True))]
-        pairs += [(key, p.grad, expected[key].grad) for key, p in model.local_named_parameters() if key in expected]
+        # A tied parameter has several names, of which plain PyTorch gives one.
+        local = {key: p for key, p in model.local_named_parameters() if key in expected}
+        pairs += [(key, p.grad, expected[key].grad) for key, p in local.items()]
         for what, a, b in pairs:
             if (a is None) != (b is None):
                 differences.append((step, what, "one has none"))
@@ -55,6 +57,13 @@ def compare(name: str, partitions: int, masked: bool = False, **config: Any) -> 
                 differences.append((step, what, (a - b).abs().max().item()))
     runtime = model._runtime
     state = None if runtime is None else {k: v for k, v in runtime.engine.state().items() if k != "value_bytes"}
-    local = sum(p.numel() for p in model.local_parameters())
+    parameters = sum(p.numel() for p in model.local_parameters())
     smp.shutdown()
-    return {"differences": differences, "parameters": local, "version": transformers.__version__, "state": state}
+    return {
+        "differences": differences,
+        "compared": sorted(local),
+        "expected": sorted(expected.keys()),
+        "parameters": parameters,
+        "version": transformers.__version__,
+        "state": state,
+    }

@@ -163,6 +163,39 @@ def slow_but_not_stalled() -> list[bool]:
     return facts
 
 
+def only_here() -> Any:
+    if smp.rank() != 0:
+        raise EOFError("nothing to build it from")
+    return OnlyHere()
+
+
+class OnlyHere:
+    """Can be unpickled on rank 0 alone."""
+
+    def __reduce__(self) -> Any:
+        return only_here, ()
+
+
+@smp.step
+def gives_what_only_rank_0_can_build(model, x):
+    return OnlyHere()
+
+
+def result_of_rank_0_alone() -> dict[str, Any]:
+    """A step whose result the other ranks can't build, twice, and a good step after each: rank 0 has left the step by then."""
+    with job(2, MICROBATCHES):
+        model, plain, facts = distribute(), make_net(), {"errors": [], "losses": []}
+        for seed in range(2):
+            try:
+                gives_what_only_rank_0_can_build(model, make_batch()[0])
+                facts["errors"].append(None)
+            except EOFError as error:
+                facts["errors"].append([str(error), *error.__notes__])
+            ours = train_step(model, *make_batch(seed)).outputs
+            facts["losses"].append(all(map(torch.equal, ours, plain_step(plain, *make_batch(seed), MICROBATCHES))))
+    return facts
+
+
 # ---- scripts that end
 
 

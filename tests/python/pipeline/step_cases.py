@@ -141,7 +141,7 @@ def results(partitions: int) -> dict[str, Any]:
             "sometimes": [type(item).__name__ for item in result["sometimes"]],
             "varying": result["varying"],
             "report": [(type(r).__name__, r.name, torch.equal(r.loss, e.sum())) for r, e in zip(result["report"], expected, strict=True)],
-            "set": result["set"],
+            "set": [(type(item).__name__, sorted(item)) for item in result["set"]],
             "input": torch.equal(result["input"].concat(), x),
             "integers": torch.equal(result["integers"].concat(), torch.cat(expected).argmax(1)),
             "scalar": result["scalar"] == [e.sum().item() for e in expected],

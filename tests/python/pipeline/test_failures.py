@@ -138,6 +138,14 @@ def test_a_killed_rank_ends_the_launch(launch, rank):
     assert "signal 9" in launch(f"rank {rank} is killed").text
 
 
+def test_a_result_that_a_rank_cannot_build_fails_there_and_nowhere_later(clusters):
+    here, there = clusters(2).run(failure_cases.result_of_rank_0_alone)
+    assert here["errors"] == [None, None]
+    for error in there["errors"]:
+        assert error[0] == "nothing to build it from" and "can't be unpickled here" in error[1]
+    assert here["losses"] == there["losses"] == [True, True]
+
+
 def test_a_module_that_never_returns_is_named_on_every_rank(launch):
     words = ["made no progress on any rank", "stall_timeout is 3", "CALL of module 'second', microbatch 2, which runs"]
     check_words(launch("rank 1 hangs"), (0, 1), words)

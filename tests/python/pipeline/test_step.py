@@ -5,6 +5,7 @@ import step_cases
 import torch
 
 import smp
+from smp.step_output import merge
 
 PARTITIONS = pytest.mark.parametrize("partitions", [1, 2])
 
@@ -18,6 +19,10 @@ def same_on_all(outcomes):
 
 def equal(ours, theirs):
     return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_shapes_are_leaves_of_a_result():
+    assert merge([{"shape": torch.Size([1, 2])}, {"shape": torch.Size([3, 2])}]) == {"shape": [(1, 2), (3, 2)]}
 
 
 @PARTITIONS
@@ -75,7 +80,7 @@ def test_results_keep_their_containers_on_every_rank(clusters, partitions):
         "sometimes": ["Tensor", "NoneType"],
         "varying": [[], [1]],
         "report": [("Report", "r", True)] * 2,
-        "set": [{"one", "two"}] * 2,
+        "set": [("set", ["one", "two"])] * 2,
         "input": True,
         "integers": True,
         "scalar": True,

@@ -3,6 +3,8 @@
 import pytest
 import trace_cases
 
+from smp.trace import _chrome_trace, _Event
+
 
 def complete(file, rank, category):
     return [e for e in file["traceEvents"] if e["ph"] == "X" and e["pid"] == rank and e["cat"] == category]
@@ -37,6 +39,20 @@ def test_arrows_join_what_was_sent_with_what_came(clusters, tmp_path):
     for key, start in starts.items():
         assert start["pid"] == 1 - ends[key]["pid"]
         assert start["ts"] <= ends[key]["ts"], "one clock: nothing arrives before it is sent"
+
+
+def test_clocks_of_different_ranks_are_brought_together():
+    def record(begin, offset, kind, peer):
+        event = _Event(kind, kind, begin, begin + 1000, 0, -1, 1, 7, peer, 4, 0)
+        return {"events": [event], "begin_ns": begin, "offset": offset, "pipeline": [0, 1]}
+
+    # Rank 1's clock is 5000 ns behind that of rank 0: 6000 there is 11000 here.
+    rows = _chrome_trace([record(10_000, 0, "send", 1), record(6_000, 5_000, "receive", 0)])["traceEvents"]
+    assert [(row["pid"], row["ts"], row["dur"]) for row in rows if row["ph"] == "X"] == [(0, 0.0, 1.0), (1, 1.0, 1.0)]
+    assert [(row["ph"], row["ts"], row["id"]) for row in rows if row["ph"] in "sf"] == [
+        ("s", 0.0, "7"),
+        ("f", 1.0, "7"),
+    ]
 
 
 def test_shares_add_up_and_are_the_same_on_every_rank(clusters, tmp_path):

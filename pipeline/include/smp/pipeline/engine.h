@@ -167,7 +167,8 @@ class Engine {
 
   EngineCounts counts() const;
   EngineState state() const;
-  std::vector<std::string> describe_lanes() const;
+  /// What has not finished, and what it waits for.
+  RankStatus status() const;
 
  private:
   /// What must not be destroyed under the lock: the end of a tensor may need the interpreter's lock, which another
@@ -178,7 +179,7 @@ class Engine {
     std::shared_ptr<ReleaseQueue> releases;
   };
 
-  // engine.cpp: steps, frames, failures
+  // engine.cpp: steps and failures
   void enter_step(const std::string& name);
   void leave_step();
   std::string follow(const std::string& name);
@@ -186,6 +187,8 @@ class Engine {
   void check_failed() const;
   void forget_locked(Leftovers& leftovers);
   void fail_locked(Failure failure, Leftovers& leftovers);
+
+  // frame.cpp
   std::shared_ptr<Frame> open_frame(const Instruction& by);
   void close_frame(const std::shared_ptr<Frame>& frame);
   void frame_done(FrameId id);
@@ -205,14 +208,21 @@ class Engine {
   // watchdog.cpp
   void made_progress();
   void watch();
-  RankStatus status() const;
   std::vector<std::optional<RankStatus>> ask_all();
 
-  // executor.cpp
+  // executor.cpp: which instruction runs when
   void run_executor();
   void start_executor();
   void pass_releases_on();
   void execute(const Instruction& instruction);
+  void store(ValueId id, at::Tensor data);
+  void store(ValueId id, std::shared_ptr<CallRecord> record);
+  at::Tensor value(ValueId id) const;
+  std::string where(const Instruction& instruction) const;
+  int partition_of(int rank) const;
+  void reply(const Instruction& to, ValueId id, const std::string& bytes);
+
+  // run_instruction.cpp: what each does
   void run(const Instruction& instruction, const Call& call);
   void run(const Instruction& instruction, const Op& op);
   void run(const Instruction& instruction, const Backward& backward);
@@ -224,12 +234,6 @@ class Engine {
   void run(const Instruction& instruction, const Close& close);
   std::vector<at::Tensor> run_autograd(const Instruction& instruction, CallRecord& record,
                                        std::vector<at::Tensor> gradients, std::int64_t pass, bool keep_graph);
-  void store(ValueId id, at::Tensor data);
-  void store(ValueId id, std::shared_ptr<CallRecord> record);
-  at::Tensor value(ValueId id) const;
-  std::string where(const Instruction& instruction) const;
-  int partition_of(int rank) const;
-  void reply(const Instruction& to, ValueId id, const std::string& bytes);
 
   // issue.cpp
   at::Tensor lift(const at::Tensor& x, int home);
@@ -281,7 +285,6 @@ class Engine {
   };
   std::vector<Running> running_;
   std::atomic<std::int64_t> progress_ns_{0};
-  bool caller_waits_ = false;
   std::uint64_t status_serial_ = 0;
   std::unordered_map<int, RankStatus> answers_;  // by partition, to the request of that serial
 

@@ -50,8 +50,6 @@ class Lanes {
     std::vector<ValueId> missing;
   };
   [[nodiscard]] std::vector<Waiting> waiting(const ValueTable& values) const;
-  /// One line for each lane: what it waits for.
-  [[nodiscard]] std::vector<std::string> describe(const ValueTable& values) const;
 
  private:
   struct Item {

@@ -29,14 +29,12 @@ struct InstructionStatus {
 };
 
 struct RankStatus {
-  std::uint32_t step = 0;
-  double quiet_seconds = 0;       // since an instruction began, ended or arrived
-  bool waits_for_others = false;  // the thread that called the step waits for the engine
+  double quiet_seconds = 0;  // since an instruction began, ended or arrived
   std::vector<InstructionStatus> instructions;
 
   template <typename Archive>
   void fields(Archive& archive) {
-    archive(step, quiet_seconds, waits_for_others);
+    archive(quiet_seconds);
     std::uint64_t count = instructions.size();
     archive(count);
     instructions.resize(count);

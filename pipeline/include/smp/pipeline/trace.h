@@ -43,8 +43,8 @@ struct TraceEvent {
 
 std::int64_t trace_clock_ns();
 
-/// Collects events of one process while it is on. Off, it costs one relaxed load at each place that could record.
-/// All functions may be called from any thread; none blocks.
+/// Collects events of one process while it is on. Off, each place that could record costs a relaxed load and at most
+/// two reads of the clock. All functions may be called from any thread.
 class Trace {
  public:
   /// Events after this many are counted, not kept.
