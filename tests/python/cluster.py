@@ -1,12 +1,18 @@
 """Runs functions on several ranks from a test.
 
 One launch of `mpirun` serves many tests: its ranks import a function by name, run it all together, and give back what each
-returned. A launch that dies, or that does not answer in time, is replaced for the next test.
+returned. A launch that dies, or that does not answer in time, is replaced for the next test. Tasks and results travel as
+files, so that nothing but the library under test speaks MPI.
 """
 
+import contextlib
+import faulthandler
 import importlib
+import itertools
 import os
 import pickle
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -17,6 +23,7 @@ from typing import Any
 
 FOLDER = Path(__file__).parent
 TIMEOUT_S = 180
+_POLL_S = 0.005
 _FOLDERS = ("", "pipeline", "smp", "hugging_face")
 _KEEP = {
     "OMP_NUM_THREADS": "1",
@@ -49,86 +56,81 @@ class Cluster:
     def __init__(self, ranks: int, *first: str) -> None:
         self.ranks = ranks
         self._first = first
-        self._folder = Path(tempfile.mkdtemp(prefix="smp-cluster-"))
-        self._process: subprocess.Popen[str] | None = None
-        self._count = 0
+        self._folder = Path()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._tasks = itertools.count()
 
-    def _start(self) -> subprocess.Popen[str]:
-        log = open(self._folder / "log", "a")  # noqa: SIM115
-        return subprocess.Popen(
-            mpirun(self.ranks, str(FOLDER / "cluster.py"), str(self._folder)),
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=rank_environment(*self._first), cwd=FOLDER,
-        )  # fmt: skip
+    def _start(self) -> subprocess.Popen[bytes]:
+        self._folder = Path(tempfile.mkdtemp(prefix="smp-cluster-"))
+        self._tasks = itertools.count()
+        with open(self._folder / "log", "w") as log:
+            return subprocess.Popen(
+                mpirun(self.ranks, str(FOLDER / "cluster.py"), str(self._folder), str(os.getpid())),
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=rank_environment(*self._first), cwd=FOLDER,
+            )  # fmt: skip
 
     def run(self, function: Any, *args: Any, **kwargs: Any) -> list[Any]:
         """What `function(*args, **kwargs)`, a function at the top of a module, returned on each rank.
 
         Raises:
-            RankError: it raised on a rank, the launch died, or it took longer than TIMEOUT_S.
+            RankError: it raised on a rank, the launch died, or it took longer than TIMEOUT_S. The message holds the end of
+                the launch's log; after a timeout with the stack of every thread.
         """
         if self._process is None or self._process.poll() is not None:
             self._process = self._start()
-        self._count += 1
-        (self._folder / "task").write_bytes(pickle.dumps((function.__module__, function.__qualname__, args, kwargs)))
-        assert self._process.stdin is not None and self._process.stdout is not None
-        try:
-            self._process.stdin.write(f"{self._count}\n")
-            self._process.stdin.flush()
-            answer = self._wait_for_answer()
-        except OSError:
-            answer = ""
-        if answer.strip() != str(self._count):
-            log = (self._folder / "log").read_text()[-4000:]
-            self.close()
-            raise RankError(f"{function.__qualname__} on {self.ranks} ranks did not finish:\n{log}")
-        results = [pickle.loads((self._folder / f"result{rank}").read_bytes()) for rank in range(self.ranks)]
+        task = next(self._tasks)
+        _write(self._folder / f"task{task}", (function.__module__, function.__qualname__, args, kwargs))
+        answers = [self._folder / f"result{task}.{rank}" for rank in range(self.ranks)]
+        end = time.monotonic() + TIMEOUT_S
+        while not all(answer.exists() for answer in answers):
+            died = self._process.poll() is not None
+            if died or time.monotonic() > end:
+                log = self.stop()
+                reason = "died" if died else f"did not answer within {TIMEOUT_S} s"
+                raise RankError(f"{function.__qualname__}: the launch of {self.ranks} ranks {reason}:\n{log}")
+            time.sleep(_POLL_S)
+        results = [pickle.loads(answer.read_bytes()) for answer in answers]
         failures = [f"rank {rank}:\n{value}" for rank, (ok, value) in enumerate(results) if not ok]
         if failures:
-            self.close()
+            self.stop()
             raise RankError("\n".join(failures))
         return [value for _, value in results]
 
-    def _wait_for_answer(self) -> str:
-        import select
-
-        assert self._process is not None and self._process.stdout is not None
-        ready, _, _ = select.select([self._process.stdout], [], [], TIMEOUT_S)
-        return self._process.stdout.readline() if ready else ""
-
-    def close(self) -> None:
-        """Ends the launch."""
-        if self._process is not None:
-            self._process.terminate()
-            try:
-                self._process.wait(10)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
-            self._process = None
-
-
-def _next_line(world: Any) -> str:
-    """The next line of rank 0's input, on every rank. Ranks that wait sleep: other tests need the cores."""
-    if world.rank == 0:
-        line = sys.stdin.readline()
-        for rank in range(1, world.size):
-            world.send(line, rank)
-        return line
-    while not world.iprobe(0):
-        time.sleep(0.005)
-    return world.recv(source=0)
+    def stop(self) -> str:
+        """Ends the launch and gives the end of its log, with the stacks of the ranks that still ran."""
+        if self._process is None:
+            return ""
+        for pid in self._folder.glob("pid*"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid.read_text()), signal.SIGUSR1)
+        time.sleep(0.1)
+        self._process.terminate()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process = None
+        log = (self._folder / "log").read_text(errors="replace")[-20000:]
+        shutil.rmtree(self._folder)
+        return log
 
 
-def _serve(folder: Path) -> None:
-    """What each rank of a launch does."""
-    from mpi4py import MPI
+def _write(path: Path, content: Any) -> None:
+    """Writes a file that whoever waits for it never sees half written."""
+    draft = path.with_name(path.name + ".draft")
+    draft.write_bytes(pickle.dumps(content))
+    draft.rename(path)
 
-    world = MPI.COMM_WORLD
-    while True:
-        line = _next_line(world)
-        if not line:
-            return
-        module, name, args, kwargs = pickle.loads((folder / "task").read_bytes())
+
+def _serve(folder: Path, parent: int, rank: int) -> None:
+    """What each rank of a launch does. Ranks that wait sleep: other tests need the cores."""
+    for count in itertools.count():
+        task = folder / f"task{count}"
+        while not task.exists():
+            os.kill(parent, 0)  # raises once the tests are gone
+            time.sleep(_POLL_S)
+        module, name, args, kwargs = pickle.loads(task.read_bytes())
         try:
             function = importlib.import_module(module)
             for part in name.split("."):
@@ -136,14 +138,14 @@ def _serve(folder: Path) -> None:
             result = (True, function(*args, **kwargs))
         except BaseException:
             result = (False, traceback.format_exc())
-        (folder / f"result{world.rank}").write_bytes(pickle.dumps(result))
-        world.barrier()
-        if world.rank == 0:
-            print(line.strip(), flush=True)
+        _write(folder / f"result{count}.{rank}", result)
 
 
 if __name__ == "__main__":
     import torch
 
     torch.set_num_threads(1)
-    _serve(Path(sys.argv[1]))
+    faulthandler.register(signal.SIGUSR1)
+    own_rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+    Path(sys.argv[1], f"pid{own_rank}").write_text(str(os.getpid()))
+    _serve(Path(sys.argv[1]), int(sys.argv[2]), own_rank)

@@ -26,4 +26,4 @@ def clusters() -> Iterator[Callable[..., Cluster]]:
 
     yield get
     for cluster in running.values():
-        cluster.close()
+        cluster.stop()
