@@ -1,5 +1,6 @@
 // smp._C.Transport and smp._C.Communicator, and the errors of the library as Python exceptions.
 
+#include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <smp/communicator.h>
@@ -7,6 +8,7 @@
 #include <smp/transport.h>
 
 #include <exception>
+#include <functional>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -73,6 +75,24 @@ void register_transport(py::module_& module) {
   module.def(
       "make_mpi_transport", [] { return destroyed_without_gil(smp::make_mpi_transport()); }, without_gil,
       "The transport between the processes of an MPI job. Collective over all of them.");
+  module.def(
+      "make_tcp_transport",
+      [](int rank, int size, const std::function<std::vector<py::bytes>(py::bytes)>& exchange) {
+        const smp::Exchange without_gil = [&](const std::string& own) {
+          const py::gil_scoped_acquire acquire;
+          std::vector<std::string> all;
+          for (const py::bytes& each : exchange(py::bytes(own))) {
+            all.emplace_back(each);
+          }
+          return all;
+        };
+        const py::gil_scoped_release release;
+        return destroyed_without_gil(smp::make_tcp_transport(rank, size, without_gil, check_signals));
+      },
+      py::arg("rank"), py::arg("size"), py::arg("exchange"),
+      "The transport over TCP between `size` processes. `exchange` tells all ranks some bytes and gives what each "
+      "told, by "
+      "rank. Collective.");
   module.def(
       "make_local_transports",
       [](int size) {

@@ -75,7 +75,7 @@ Engine::Engine(std::shared_ptr<Transport> transport, std::shared_ptr<Host> host,
   }
   transport_->set_receiver(
       kEngineChannel, [this](int source, Message message) { receive(source, std::move(message)); },
-      [this](const std::string& reason) { peer_left(partition_, 0, reason); });
+      [this](const std::string& reason) { peer_left(transport_->rank(), 0, reason); });
 }
 
 Engine::~Engine() { close(); }

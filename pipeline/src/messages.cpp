@@ -194,9 +194,12 @@ void Engine::take(int source, Message message) {
       }
       return;
     }
-    case MessageKind::kLeave:
-      peer_left(source, reader.get<std::uint32_t>(), fmt::format("rank {} has left", source));
+    case MessageKind::kLeave: {
+      const auto completed = reader.get<std::uint32_t>();
+      peer_left(source, completed,
+                fmt::format("rank {} has left after {} steps: every rank must run the same steps", source, completed));
       return;
+    }
   }
 }
 
@@ -205,7 +208,7 @@ void Engine::peer_left(int rank, std::uint32_t completed_steps, const std::strin
   const std::lock_guard lock(mutex_);
   Failure failure;
   failure.rank = rank;
-  failure.message = fmt::format("{} after {} steps", reason, completed_steps);
+  failure.message = reason;
   if (!left_ || completed_steps < left_->first) {
     left_ = {completed_steps, failure};
   }
@@ -217,8 +220,7 @@ void Engine::peer_left(int rank, std::uint32_t completed_steps, const std::strin
 /// The failure of the step that this rank is in, which a peer that has left can't take part in.
 Failure Engine::as_of_now(Failure left) const {
   left.step = entered_step_;
-  left.message += fmt::format(", while rank {} is in step {}: every rank must run the same steps", transport_->rank(),
-                              entered_step_);
+  left.message += fmt::format(" (rank {} is in step {})", transport_->rank(), entered_step_);
   return left;
 }
 

@@ -35,6 +35,10 @@ void Transport::check_sendable(int destination, const Message& message) const {
   if (message.channel >= kNumChannels) {
     throw_usage("a message on channel {}: channels are 0 to {}", message.channel, kNumChannels - 1);
   }
+  if (message.header.size() > kLargestHeaderBytes) {
+    throw_usage("a message header of {} bytes: at most {} are allowed, the payload is for the rest",
+                message.header.size(), kLargestHeaderBytes);
+  }
   const at::Tensor& payload = message.payload;
   if (payload.defined() && (payload.dim() != 1 || payload.scalar_type() != at::kByte || !payload.is_contiguous() ||
                             !payload.device().is_cpu())) {

@@ -42,8 +42,17 @@ def rank_environment(*first: str, **extra: str) -> dict[str, str]:
 
 
 def mpirun(ranks: int, *command: str) -> list[str]:
-    """The command line of a launch."""
+    """The command line of a launch over MPI."""
     return ["mpirun", "--oversubscribe", "-np", str(ranks), sys.executable, *command]
+
+
+def torchrun(ranks: int, *command: str) -> list[str]:
+    """The command line of a launch over TCP. When a rank has ended it leaves the others a second for what they have to say."""
+    options = ["--standalone", "--nproc-per-node", str(ranks), "--monitor-interval", "1"]
+    return [sys.executable, "-m", "torch.distributed.run", *options, *command]
+
+
+LAUNCHERS = {"mpirun": mpirun, "torchrun": torchrun}
 
 
 class RankError(AssertionError):

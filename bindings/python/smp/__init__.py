@@ -1,7 +1,7 @@
 """smp: model-parallel training of any PyTorch model.
 
 Wrap the model in `smp.DistributedModel`, decorate the training step with `@smp.step`, and start one process for each
-partition with `mpirun -np N python script.py`.
+partition with `torchrun --nproc-per-node N script.py` or `mpirun -np N python script.py`.
 """
 
 import torch
@@ -16,6 +16,7 @@ if torch.__version__.split("+")[0] != _C.built_with_torch.split("+")[0]:
 
 from .communication import allgather, barrier, broadcast, dp_barrier, mp_barrier, recv_from, send
 from .exceptions import SMPConfigError, SMPError, SMPFailureError, SMPUsageError
+from .launch import launch
 from .model import DistributedModel
 from .optimizer import DistributedOptimizer
 from .placement import PartitionReport, get_partition_report, partition, set_partition
@@ -79,7 +80,7 @@ __all__ = [
     "SMPUsageError", "StepFunction", "StepOutput", "TraceSummary", "allgather", "amp", "barrier", "broadcast", "dp_barrier", "dp_rank", "dp_size",
     "get_dp_group", "get_dp_process_group", "get_mp_group", "get_mp_process_group", "get_partition_report", "get_pp_group",
     "get_pp_process_group", "get_rdp_group", "get_rdp_process_group", "get_tp_group", "get_tp_process_group", "get_world_process_group", "init",
-    "is_initialized", "is_tracing", "local_rank", "local_size", "mp_barrier", "mp_rank", "mp_size", "num_microbatches", "partition", "pp_rank",
+    "is_initialized", "is_tracing", "launch", "local_rank", "local_size", "mp_barrier", "mp_rank", "mp_size", "num_microbatches", "partition", "pp_rank",
     "pp_size", "rank", "rdp_rank", "rdp_size", "recv_from", "send", "set_partition", "shutdown", "size", "state", "step", "tp_rank", "tp_size",
     "trace",
 ]  # fmt: skip

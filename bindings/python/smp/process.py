@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
-from . import _C, communication
+from . import _C, communication, rendezvous
 from .config import load_config
 from .exceptions import SMPUsageError
+from .launchers import find_launch
 from .state import state
 
 # A rank that fails stays so long, that the others can say what they know before the launcher ends them.
@@ -30,14 +31,10 @@ class _Process:
     def start(self) -> None:
         if self.started:
             return
-        if _launched_by_mpi():
-            self.transport = _C.make_mpi_transport()
+        launch = find_launch()
+        if launch.size > 1:
+            self.transport = _C.make_mpi_transport() if launch.store is None else rendezvous.connect(launch)
             self.communicator = _C.Communicator(self.transport)
-        elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise SMPUsageError(
-                f"the launcher started {os.environ['WORLD_SIZE']} ranks (WORLD_SIZE) but not through MPI: start the script with "
-                "`mpirun -np N python script.py`"
-            )
         self.started = True
         previous = sys.excepthook
 
@@ -66,13 +63,9 @@ class _Process:
 _process = _Process()
 
 
-def _launched_by_mpi() -> bool:
-    """True under an MPI launcher with several ranks, or when somebody else (mpi4py) has started MPI."""
-    for variable in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS"):
-        if int(os.environ.get(variable, "1")) > 1:
-            return True
-    mpi4py = sys.modules.get("mpi4py.MPI")
-    return mpi4py is not None and mpi4py.Is_initialized() and mpi4py.COMM_WORLD.Get_size() > 1
+def mark_failed() -> None:
+    """For whoever catches what a script raised: the process then leaves the launch as after an error."""
+    _process.failed = True
 
 
 def init(config: Mapping[str, Any] | None = None) -> None:

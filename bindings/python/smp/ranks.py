@@ -7,10 +7,10 @@ The rank in a group is the index among the sorted world ranks of its members. Al
 """
 
 import enum
-import os
 from typing import NoReturn
 
 from .exceptions import SMPUsageError
+from .launchers import find_launch
 from .state import state
 
 
@@ -50,13 +50,6 @@ PP_RANK = RankType.PP_RANK
 TP_RANK = RankType.TP_RANK
 RDP_RANK = RankType.RDP_RANK
 
-# Each launcher tells the processes of one host by its own variables: rank on the host, number of ranks there.
-_LAUNCHER_VARIABLES = (
-    ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),  # Open MPI
-    ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH and its relatives
-    ("LOCAL_RANK", "LOCAL_WORLD_SIZE"),  # torchrun
-)
-
 
 def is_initialized() -> bool:
     """True after `smp.init`."""
@@ -83,28 +76,26 @@ def size() -> int:
     return state.require_topology().size
 
 
-def _local(index: int, alone: int) -> int:
+def _local(index: int) -> int:
     world_size = size()
-    for names in _LAUNCHER_VARIABLES:
-        if all(name in os.environ for name in names):
-            return int(os.environ[names[index]])
-    if world_size == 1:
-        return alone
-    raise SMPUsageError(
-        f"which of the {world_size} ranks share a host is not known: the launcher sets none of "
-        f"{', '.join(names[0] for names in _LAUNCHER_VARIABLES)}; start the script with mpirun or set "
-        "LOCAL_RANK and LOCAL_WORLD_SIZE"
-    )
+    launch = find_launch()
+    value = (launch.local_rank, launch.local_size)[index]
+    if value is None:
+        raise SMPUsageError(
+            f"which of the {world_size} ranks share a host is not known, since the launcher does not say: start the script with mpirun, "
+            "torchrun or srun, or set LOCAL_RANK and LOCAL_WORLD_SIZE"
+        )
+    return value
 
 
 def local_rank() -> int:
     """Rank among the processes of this host, as the launcher says; scripts choose their device by it."""
-    return _local(0, alone=0)
+    return _local(0)
 
 
 def local_size() -> int:
     """Number of processes on this host, as the launcher says."""
-    return _local(1, alone=1)
+    return _local(1)
 
 
 def pp_rank() -> int:

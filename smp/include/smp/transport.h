@@ -5,6 +5,7 @@
 #include <sys/types.h>
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -22,6 +23,7 @@ namespace smp {
 inline constexpr std::uint8_t kObjectChannel = 0;  ///< objects between user scripts (Communicator)
 inline constexpr std::uint8_t kEngineChannel = 1;  ///< instructions and values of the pipeline
 inline constexpr std::size_t kNumChannels = 4;
+inline constexpr std::size_t kLargestHeaderBytes = 1 << 30;
 
 /// What travels between two ranks.
 struct Message {
@@ -54,8 +56,8 @@ class Transport {
 
   /// Queues `message` for `destination` and returns at once; callable from any thread. Holds the payload until
   /// it has left: its bytes must not change before that (flush() tells). Throws UsageError for a destination
-  /// that is out of range or this rank, a channel that does not exist or a payload of another kind; FailureError
-  /// when this transport is closed or has failed.
+  /// that is out of range or this rank, a channel that does not exist, a header above kLargestHeaderBytes or a payload
+  /// of another kind; FailureError when this transport is closed or has failed.
   virtual void send(int destination, Message message) = 0;
 
   /// Sets who takes the messages of `channel`. Messages that came before are kept, and delivered first, in
@@ -139,9 +141,21 @@ std::vector<std::shared_ptr<Transport>> make_local_transports(int size);
 /// Throws UsageError for a transport of another kind.
 void hold_local_delivery(Transport& transport, bool held);
 
+/// Tells all ranks `own` and gives what each of them told, by rank. Collective over them.
+using Exchange = std::function<std::vector<std::string>(const std::string& own)>;
+
+/// The transport over TCP, a connection between any two of `size` processes of which this is `rank`. Collective over
+/// them, and blocking: `exchange` is called once, then the ranks connect within `patience`, while `check_interrupt` (if
+/// any) is called many times a second. Throws UsageError unless 0 <= rank < size; FailureError when a rank cannot be
+/// reached or does not come; what the two functions throw. close() waits for all ranks to close. A rank whose process
+/// ends without close() fails the transports of all others.
+std::shared_ptr<Transport> make_tcp_transport(int rank, int size, const Exchange& exchange,
+                                              const std::function<void()>& check_interrupt = {},
+                                              std::chrono::milliseconds patience = std::chrono::seconds(60));
+
 /// The transport between the processes of an MPI job, on its own duplicate of MPI_COMM_WORLD. Collective over all
 /// processes. Initialises MPI if nobody did, and then finalizes it in close(); never finalizes an MPI that others
-/// (such as mpi4py) started. Throws FailureError when MPI does not work or the library was built without it.
+/// (such as mpi4py) started. Throws FailureError when MPI does not work or this library was built without it.
 std::shared_ptr<Transport> make_mpi_transport();
 
 }  // namespace smp

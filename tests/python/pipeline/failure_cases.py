@@ -1,4 +1,4 @@
-"""Steps and scripts that fail. As a script, run by `mpirun`: `failure_cases.py NAME` fails as NAME says."""
+"""Steps and scripts that fail. As a script, run by a launcher: `failure_cases.py NAME` fails as NAME says."""
 
 import os
 import signal
@@ -14,6 +14,7 @@ from small_net import Net, distribute, job, make_batch, make_net, plain_step, tr
 from torch import nn
 
 import smp
+from smp.launchers import find_launch
 
 MICROBATCHES = 4
 STALL_S = 3
@@ -314,8 +315,8 @@ SCRIPTS: dict[str, Callable[[], None]] = {
 }
 
 if __name__ == "__main__":
-    # What a rank writes goes to a file of its own, since mpirun mixes their lines.
-    log = os.open(f"{sys.argv[2]}/rank{os.environ['OMPI_COMM_WORLD_RANK']}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    # What a rank writes goes to a file of its own, since launchers mix their lines.
+    log = os.open(f"{sys.argv[2]}/rank{find_launch().rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     _TEST = os.dup(1)
     os.dup2(log, 1)
     os.dup2(log, 2)

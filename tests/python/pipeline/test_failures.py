@@ -9,7 +9,7 @@ from pathlib import Path
 
 import failure_cases
 import pytest
-from cluster import mpirun, rank_environment
+from cluster import LAUNCHERS, rank_environment
 
 START_S = 180  # importing torch on every rank, on a busy machine
 END_S = 30  # from the first step, which fails soon, to the end of the last process
@@ -21,13 +21,13 @@ class Launch:
     Attributes:
         code: exit code of the launch.
         output: what each rank wrote, by rank.
-        text: all that, and what mpirun wrote, for messages.
+        text: all that, and what the launcher wrote, for messages.
     """
 
-    def __init__(self, name, folder):
+    def __init__(self, name, folder, launcher):
         self._mark = f"SMP_TEST_LAUNCH={folder}\0".encode()
         process = subprocess.Popen(
-            mpirun(2, failure_cases.__file__, name, str(folder)),
+            LAUNCHERS[launcher](2, failure_cases.__file__, name, str(folder)),
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=rank_environment(SMP_TEST_LAUNCH=str(folder)),
         )  # fmt: skip
         hopeless = threading.Timer(START_S + END_S, self._kill)
@@ -44,7 +44,7 @@ class Launch:
         hopeless.cancel()
         self.output = [(folder / f"rank{rank}").read_text() for rank in range(2)]
         self.text = "\n".join(
-            [*(f"rank {rank}:\n{text}" for rank, text in enumerate(self.output)), "mpirun:\n", *lines]
+            [*(f"rank {rank}:\n{text}" for rank, text in enumerate(self.output)), f"{launcher}:\n", *lines]
         )
         assert took_s < END_S, f"the launch took {took_s:.0f} s to end:\n{self.text}"
 
@@ -66,10 +66,10 @@ class Launch:
 
 @pytest.fixture
 def launch(tmp_path):
-    """`launch(name)`: a script that fails, after a check that the launch says so and left no process."""
+    """`launch(name, launcher)`: a script that fails, after a check that the launch says so and left no process."""
 
-    def run(name):
-        result = Launch(name, tmp_path)
+    def run(name, launcher="mpirun"):
+        result = Launch(name, tmp_path, launcher)
         deadline = time.monotonic() + END_S
         while result.left_behind() and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -102,6 +102,11 @@ def test_an_exception_in_a_step_ends_all_ranks(launch, name):
     check_words(launch(name), (0, 1), EXCEPTIONS[name])
 
 
+def test_an_exception_in_a_step_ends_all_ranks_of_torchrun(launch):
+    name = "forward on rank 1"
+    check_words(launch(name, "torchrun"), (0, 1), EXCEPTIONS[name])
+
+
 def test_different_steps_are_named(launch):
     result = launch("different steps")
     check_words(result, (0, 1), ["train_step", "other_step"])
@@ -113,14 +118,16 @@ def test_a_different_number_of_steps_ends_the_launch(launch, name):
     check_words(launch(name), [waiting], [f"rank {1 - waiting}"])
 
 
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.parametrize("name", ["rank 0 exits", "rank 1 exits", "rank 1 exits with 3"])
-def test_a_rank_that_exits_early_ends_the_others(launch, name):
+def test_a_rank_that_exits_early_ends_the_others(launch, name, launcher):
     leaving = int(name[5])
-    check_words(launch(name), [1 - leaving], [f"rank {leaving}"])
+    check_words(launch(name, launcher), [1 - leaving], [f"rank {leaving}"])
 
 
-def test_an_exception_between_steps_ends_the_other_ranks(launch):
-    result = launch("rank 1 raises between steps")
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_an_exception_between_steps_ends_the_other_ranks(launch, launcher):
+    result = launch("rank 1 raises between steps", launcher)
     check_words(result, [1], ["EOFError: the data ended"])
     check_words(result, [0], ["rank 1"])
 
@@ -136,6 +143,13 @@ def test_a_number_of_ranks_that_does_not_fit_is_named_on_all_ranks(launch):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_ends_the_launch(launch, rank):
     assert "signal 9" in launch(f"rank {rank} is killed").text
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_is_named_by_the_others_over_tcp(launch, rank):
+    result = launch(f"rank {rank} is killed", "torchrun")
+    assert "SIGKILL" in result.text
+    check_words(result, [1 - rank], ["SMPFailureError", f"rank {rank} left without a word"])
 
 
 def test_a_result_that_a_rank_cannot_build_fails_there_and_nowhere_later(clusters):
@@ -168,8 +182,9 @@ def test_long_pauses_of_the_script_are_no_stall(clusters):
     assert clusters(2).run(failure_cases.slow_but_not_stalled) == [[True, True]] * 2
 
 
-def test_an_interrupt_ends_the_launch(launch):
-    launch("interrupt")
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_an_interrupt_ends_the_launch(launch, launcher):
+    launch("interrupt", launcher)
 
 
 RECOVERABLE = {

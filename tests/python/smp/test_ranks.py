@@ -5,6 +5,7 @@ import pytest
 from smp import _C, ranks
 from smp.config import load_config
 from smp.exceptions import SMPUsageError
+from smp.launchers import Launch
 from smp.state import state
 
 GROUPS = ("mp", "dp", "pp", "tp", "rdp")
@@ -113,23 +114,12 @@ def test_process_groups_come_with_data_parallelism(monkeypatch: pytest.MonkeyPat
         getattr(ranks, f"get_{group}_process_group")()
 
 
-@pytest.mark.parametrize("launcher", ranks._LAUNCHER_VARIABLES)
-def test_local_ranks_come_from_the_launcher(monkeypatch: pytest.MonkeyPatch, launcher: tuple[str, str]) -> None:
-    for variable in (name for names in ranks._LAUNCHER_VARIABLES for name in names):
-        monkeypatch.delenv(variable, raising=False)
+def test_local_ranks_come_from_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_on(monkeypatch, 5, 8, "cluster")
-    monkeypatch.setenv(launcher[0], "1")
-    monkeypatch.setenv(launcher[1], "4")
+    monkeypatch.setattr(ranks, "find_launch", lambda: Launch("mpirun", 5, 8, 1, 4, None))
     assert (ranks.local_rank(), ranks.local_size()) == (1, 4)
-
-
-def test_local_ranks_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in (name for names in ranks._LAUNCHER_VARIABLES for name in names):
-        monkeypatch.delenv(variable, raising=False)
-    stand_on(monkeypatch, 0, 1, "cluster", pp=1)
-    assert (ranks.local_rank(), ranks.local_size()) == (0, 1)
-    stand_on(monkeypatch, 0, 2, "cluster")
-    with pytest.raises(SMPUsageError, match="mpirun"):
+    monkeypatch.setattr(ranks, "find_launch", lambda: Launch("mpirun", 5, 8, None, None, None))
+    with pytest.raises(SMPUsageError, match="LOCAL_RANK"):
         ranks.local_rank()
 
 

@@ -20,7 +20,6 @@ inline constexpr std::size_t kInlineBytes = 32 << 10;
 /// Below the 2 GiB that an MPI count can name, and small: over shared memory a piece is copied in one call, and
 /// others wait for that.
 inline constexpr std::size_t kPieceBytes = 16 << 20;
-inline constexpr std::size_t kLargestHeaderBytes = 1 << 30;
 
 /// On this channel a rank tells that it has failed; the header is the reason.
 inline constexpr std::uint8_t kGoodbyeChannel = 255;

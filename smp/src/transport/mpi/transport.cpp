@@ -15,6 +15,7 @@
 #include <mutex>
 #include <utility>
 
+#include "entry.h"
 #include "frame.h"
 #include "incoming.h"
 #include "outgoing.h"
@@ -77,10 +78,6 @@ class MpiTransport final : public Transport {
 
   void send(int destination, Message message) override {
     check_sendable(destination, message);
-    if (message.header.size() > kLargestHeaderBytes) {
-      throw_usage("a message header of {} bytes: at most {} are allowed, the payload is for the rest",
-                  message.header.size(), kLargestHeaderBytes);
-    }
     try {
       const std::lock_guard lock(calls_);
       // Closed since the check above: then nobody would complete this send.
@@ -355,16 +352,12 @@ std::shared_ptr<Transport> make_transport() {
 }  // namespace
 }  // namespace smp::mpi
 
-namespace smp {
-
-std::shared_ptr<Transport> make_mpi_transport() {
-  mpi::enter();
+void smp_make_mpi_transport(std::shared_ptr<smp::Transport>& transport) {
+  smp::mpi::enter();
   try {
-    return mpi::make_transport();
+    transport = smp::mpi::make_transport();
   } catch (...) {
-    mpi::leave(false);
+    smp::mpi::leave(false);
     throw;
   }
 }
-
-}  // namespace smp
