@@ -4,11 +4,13 @@
 #include <smp/error.h>
 #include <smp/pipeline/engine.h>
 #include <smp/pipeline/policy.h>
+#include <smp/pipeline/random.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -135,10 +137,11 @@ class PythonHost final : public Host {
 };
 
 EngineOptions make_options(const std::string& pipeline, int active_microbatches, double stall_timeout_s,
-                           std::vector<int> peers, const py::list& modules, const py::list& parameters,
-                           std::uint32_t generation) {
+                           bool rng_by_module, std::vector<int> peers, const py::list& modules,
+                           const py::list& parameters, std::uint32_t generation) {
   EngineOptions options;
   options.stall_timeout_s = stall_timeout_s;
+  options.rng_by_module = rng_by_module;
   options.policy = smp::pipeline::policy_named(pipeline);
   options.active_microbatches = active_microbatches;
   options.peers = std::move(peers);
@@ -157,10 +160,10 @@ EngineOptions make_options(const std::string& pipeline, int active_microbatches,
 
 std::shared_ptr<Engine> make_engine(std::shared_ptr<smp::Transport> transport, py::object host,
                                     const std::string& pipeline, int active_microbatches, double stall_timeout_s,
-                                    std::vector<int> peers, const py::list& modules, const py::list& parameters,
-                                    std::uint32_t generation) {
-  auto options =
-      make_options(pipeline, active_microbatches, stall_timeout_s, std::move(peers), modules, parameters, generation);
+                                    bool rng_by_module, std::vector<int> peers, const py::list& modules,
+                                    const py::list& parameters, std::uint32_t generation) {
+  auto options = make_options(pipeline, active_microbatches, stall_timeout_s, rng_by_module, std::move(peers), modules,
+                              parameters, generation);
   auto python_host = std::make_shared<PythonHost>(std::move(host));
   const py::gil_scoped_release release;
   auto* engine = new Engine(std::move(transport), std::move(python_host), std::move(options));
@@ -208,8 +211,8 @@ void register_engine(py::module_& module) {
   const py::call_guard<py::gil_scoped_release> without_gil;
   py::class_<Engine, std::shared_ptr<Engine>>(module, "Engine", "The interpreter of one rank.")
       .def(py::init(&make_engine), py::arg("transport"), py::arg("host"), py::arg("pipeline"),
-           py::arg("active_microbatches"), py::arg("stall_timeout_s"), py::arg("peers"), py::arg("modules"),
-           py::arg("parameters"), py::arg("generation"))
+           py::arg("active_microbatches"), py::arg("stall_timeout_s"), py::arg("rng_by_module"), py::arg("peers"),
+           py::arg("modules"), py::arg("parameters"), py::arg("generation"))
       .def_property_readonly("partition", &Engine::partition)
       .def_property_readonly("partitions", &Engine::partitions)
       .def("begin_step", &Engine::begin_step, without_gil)
@@ -264,6 +267,7 @@ void register_engine(py::module_& module) {
              result["moved_values"] = counts.moved_values;
              result["waits"] = counts.waits;
              result["gradient_contributions"] = counts.gradient_contributions;
+             result["peak_microbatches"] = counts.peak_microbatches;
              return result;
            })
       .def("state", [](const Engine& engine) {
@@ -279,11 +283,43 @@ void register_engine(py::module_& module) {
       });
 }
 
+/// A microbatch with one partition, whose random numbers are those of the outermost frame of an engine.
+class PlainMicrobatch {
+ public:
+  PlainMicrobatch(std::uint64_t step_key, std::uint64_t microbatch)
+      : key_(smp::pipeline::mix(step_key, microbatch)), before_(smp::pipeline::RandomState::of_defaults()) {}
+  void enter() {
+    smp::pipeline::seed_defaults(key_);
+    stream_.emplace(at::Generator(), /*apart=*/true);
+  }
+  void exit() {
+    stream_.reset();
+    before_.restore();
+  }
+
+ private:
+  std::uint64_t key_;
+  smp::pipeline::RandomState before_;
+  std::optional<smp::pipeline::StreamScope> stream_;
+};
+
+void register_random(py::module_& module) {
+  module.def("draw_key", &smp::pipeline::draw_key, "The next 64 bits of this thread's stream of random numbers.");
+  module.def("enter_module", &smp::pipeline::enter_module,
+             "Gives a module a stream of its own, seeded by the caller's.");
+  module.def("leave_module", &smp::pipeline::leave_module, "Goes on with the stream of the caller.");
+  py::class_<PlainMicrobatch>(module, "PlainMicrobatch", "Random numbers of a microbatch with one partition.")
+      .def(py::init<std::uint64_t, std::uint64_t>(), py::arg("step_key"), py::arg("microbatch"))
+      .def("__enter__", &PlainMicrobatch::enter)
+      .def("__exit__", [](PlainMicrobatch& microbatch, const py::args&) { microbatch.exit(); });
+}
+
 }  // namespace
 
 void register_pipeline(py::module_& module) {
   register_failure(module);
   register_engine(module);
+  register_random(module);
   module.def("vacate", &vacate, py::arg("tensor"), py::arg("message"));
   module.def("holds_memory", &holds_memory, py::arg("tensor"), "False for a tensor that was vacated.");
   module.def("is_remote", &smp::pipeline::is_remote, py::arg("tensor"));

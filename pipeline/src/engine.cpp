@@ -137,6 +137,7 @@ void Engine::enter_step(const std::string& name) {
     }
     ++entered_step_;
     in_step_ = true;
+    script_random_ = RandomState::of_defaults();
     lanes_.start_step();
     sums_.drop();
     tickets_.clear();
@@ -164,6 +165,7 @@ void Engine::leave_step() {
   // Every frame is done; what may be left are CLOSE instructions, which add up gradients.
   wait([&] { return lanes_.size() == 0 && !computing_; });
   sums_.finish_step();
+  give_random_back();
   flush_releases();
   const std::lock_guard lock(mutex_);
   in_step_ = false;
@@ -172,7 +174,16 @@ void Engine::leave_step() {
   }
 }
 
+// The code between steps goes on with its random numbers as if no module had run.
+void Engine::give_random_back() {
+  if (script_random_) {
+    script_random_->restore();
+    script_random_.reset();
+  }
+}
+
 void Engine::begin_step(const std::string& name) {
+  step_key_ = draw_key();
   enter_step(name);
   Writer header;
   header(MessageKind::kStepBegin, entered_step_, name);
@@ -189,6 +200,7 @@ void Engine::begin_microbatch(std::int32_t microbatch) {
   frame->microbatch = microbatch;
   frame->step = entered_step_;
   frame->outermost = true;
+  frame->key = mix(step_key_, static_cast<std::uint64_t>(microbatch));
   // Every rank gets the end of every microbatch: it is what tells a rank that the microbatch is finished there.
   frame->issued.assign(options_.peers.size(), 1);
   microbatch_began_ns_ = trace_clock_ns();
@@ -197,9 +209,11 @@ void Engine::begin_microbatch(std::int32_t microbatch) {
   frames_[frame->id] = frame;
   microbatch_frame_ = frame;
   microbatch_scope_.emplace(frame.get());
+  microbatch_stream_.emplace(make_stream(frame->key), options_.rng_by_module);
 }
 
 void Engine::end_microbatch() {
+  microbatch_stream_.reset();
   microbatch_scope_.reset();
   const auto microbatch = microbatch_frame_->microbatch;
   close_frame(std::exchange(microbatch_frame_, nullptr));
@@ -210,6 +224,7 @@ void Engine::end_microbatch() {
 }
 
 void Engine::leave_failed_step() {
+  microbatch_stream_.reset();
   microbatch_scope_.reset();
   microbatch_frame_.reset();
   const Outside outside(*host_);
@@ -217,13 +232,14 @@ void Engine::leave_failed_step() {
   const auto deadline = std::chrono::steady_clock::now() + kStallGrace;
   while (failed_ && !stopping_ && idle_executors_ < static_cast<int>(executors_.size())) {
     if (failure_ && failure_->stall && std::chrono::steady_clock::now() > deadline) {
-      return;
+      break;
     }
     changed_.wait_for(lock, kInterruptInterval);
     lock.unlock();
     host_->check_interrupt();
     lock.lock();
   }
+  give_random_back();
 }
 
 void Engine::finish_microbatches() {
@@ -284,7 +300,9 @@ void Engine::wait(const std::function<bool()>& ready) {
     } else {
       ++counts_.waits;
       const auto begin = trace_clock_ns();
+      std::optional<RandomState> random;
       if (is_executor) {  // somebody must go on serving this rank
+        random = RandomState::of_defaults();
         computing_ = false;
         if (idle_executors_ == 0) {
           start_executor();
@@ -311,6 +329,7 @@ void Engine::wait(const std::function<bool()>& ready) {
         }
         --resuming_;
         computing_ = true;
+        random->restore();
       }
       if (trace().on()) {
         trace().record({TraceKind::kWait, "wait", begin, trace_clock_ns(), trace_track()});
@@ -394,6 +413,7 @@ EngineCounts Engine::counts() const {
   const std::lock_guard lock(mutex_);
   auto counts = counts_;
   counts.gradient_contributions = static_cast<std::int64_t>(sums_.contributions());
+  counts.peak_microbatches = live_.peak();
   return counts;
 }
 

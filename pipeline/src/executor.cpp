@@ -130,6 +130,11 @@ void Engine::run_executor() {
 
 void Engine::execute(const Instruction& instruction) {
   try {
+    if (instruction.key != 0) {
+      seed_defaults(instruction.key);
+    }
+    // An operator was one draw where it was issued, and is all that the key is for.
+    const StreamScope stream({}, options_.rng_by_module && !std::holds_alternative<Op>(instruction.body));
     std::visit([&](const auto& body) { run(instruction, body); }, instruction.body);
   } catch (...) {
     if (failed_) {

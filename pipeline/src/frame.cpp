@@ -28,6 +28,7 @@ std::shared_ptr<Frame> Engine::open_frame(const Instruction& by) {
   frame->id = new_ids();
   frame->microbatch = by.microbatch;
   frame->step = by.step;
+  frame->key = by.key;
   frame->parent = by.frame;
   frame->ancestors = by.ancestors;
   frame->ancestors.push_back(by.frame);
@@ -86,7 +87,7 @@ void Engine::frame_done(FrameId id) {
       }
     }
     if (frame->outermost && nested_frames_) {
-      close = Instruction{frame->id, transport_->rank(), frame->microbatch, frame->step, true, {}, Close{}};
+      close = Instruction{frame->id, transport_->rank(), frame->microbatch, frame->step, true, {}, 0, Close{}};
       lanes_.push(*close);
     }
     changed_.notify_all();

@@ -36,7 +36,7 @@ Modes Modes::current() {
 }
 
 void Instruction::encode(Writer& writer) const {
-  writer(frame, issuer, microbatch, step, outermost, ancestors, static_cast<std::uint8_t>(body.index()));
+  writer(frame, issuer, microbatch, step, outermost, ancestors, key, static_cast<std::uint8_t>(body.index()));
   // fields() serves reading as well, so it is not const; a Writer changes nothing.
   std::visit([&](const auto& it) { const_cast<std::remove_cvref_t<decltype(it)>&>(it).fields(writer); }, body);
 }
@@ -44,7 +44,7 @@ void Instruction::encode(Writer& writer) const {
 Instruction Instruction::decode(Reader& reader) {
   Instruction instruction;
   reader(instruction.frame, instruction.issuer, instruction.microbatch, instruction.step, instruction.outermost,
-         instruction.ancestors);
+         instruction.ancestors, instruction.key);
   instruction.body = decode_body(reader.get<std::uint8_t>(), reader);
   return instruction;
 }

@@ -10,6 +10,7 @@
 #include "smp/error.h"
 #include "smp/pipeline/engine.h"
 #include "smp/pipeline/nodes.h"
+#include "smp/pipeline/random.h"
 
 namespace smp::pipeline {
 namespace {
@@ -37,13 +38,16 @@ at::Tensor Engine::new_remote(int home, ValueId id, const TensorMeta& meta) {
   return make_remote(new_handle(home, id), meta);
 }
 
-void Engine::issue(int home, Body body) {
+void Engine::issue(int home, Body body, std::uint64_t key) {
   auto& frame = here();
   check_failed();
   made_progress();
   frame.issued[static_cast<std::size_t>(home)] = 1;
-  Instruction instruction{frame.id,        transport_->rank(), frame.microbatch, frame.step,
-                          frame.outermost, frame.ancestors,    std::move(body)};
+  if (std::holds_alternative<Backward>(body) || std::holds_alternative<Accumulate>(body)) {
+    key = mix(frame.key, ++frame.num_keys);
+  }
+  Instruction instruction{frame.id, transport_->rank(), frame.microbatch, frame.step, frame.outermost, frame.ancestors,
+                          key,      std::move(body)};
   if (home == partition_) {
     const auto needs = instruction.needs();
     const std::lock_guard lock(mutex_);
@@ -318,7 +322,7 @@ CallOutcome Engine::call(std::int32_t module, const std::string& tree, const std
   const auto first = call.results;
   auto wants = call.wants;
   auto handle = modes.grad ? new_handle(home, id) : Handle();
-  issue(home, std::move(call));
+  issue(home, std::move(call), draw_key());
   if (!report) {
     const auto bytes = wait_reply(id);
     Reader reader(bytes);

@@ -15,6 +15,7 @@
 #include "smp/pipeline/arguments.h"
 #include "smp/pipeline/engine.h"
 #include "smp/pipeline/operators.h"
+#include "smp/pipeline/random.h"
 
 namespace smp::pipeline {
 namespace {
@@ -288,6 +289,7 @@ void issue_operator(const c10::OperatorHandle& op, c10::DispatchKeySet /*keys*/,
     });
   }
   instruction.arguments = wire.take();
+  const auto draws = op.hasTag(at::Tag::nondeterministic_seeded) ? draw_key() : 0;
 
   std::optional<OperatorReport> report;
   {
@@ -312,7 +314,7 @@ void issue_operator(const c10::OperatorHandle& op, c10::DispatchKeySet /*keys*/,
     const auto first = engine.new_ids(kUnknownResults);
     instruction.results = {first};
     const auto reply = instruction.reply;
-    engine.issue(home, std::move(instruction));
+    engine.issue(home, std::move(instruction), draws);
     const auto bytes = engine.wait_reply(reply);
     Reader reader(bytes);
     if (!reader.get<bool>()) {
@@ -356,7 +358,7 @@ void issue_operator(const c10::OperatorHandle& op, c10::DispatchKeySet /*keys*/,
   for (const auto& [i, meta] : report->mutated) {
     arguments[i].toTensor().unsafeGetTensorImpl()->set_sizes_and_strides(meta.sizes, meta.strides, meta.storage_offset);
   }
-  engine.issue(home, std::move(instruction));
+  engine.issue(home, std::move(instruction), draws);
 }
 
 }  // namespace

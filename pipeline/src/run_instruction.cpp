@@ -140,6 +140,7 @@ void Engine::run(const Instruction& instruction, const Call& call) {
     }
     if (call.modes.grad) {
       if (!info.container) {
+        record->alive = live_.hold(record->microbatch);
         record->parameters = info.parameters;
         sums_.open_call(record->parameters, record->microbatch);
       }
@@ -209,6 +210,7 @@ std::vector<at::Tensor> Engine::run_autograd(const Instruction& instruction, Cal
   if (!keep_graph) {
     record.freed = true;
     record.outputs.clear();
+    record.alive.reset();
     sums_.close_call(record.parameters, record.microbatch);
     record.parameters.clear();
   }

@@ -107,6 +107,8 @@ class Config:
     active_microbatches: int = _supported(_integer(1), None)  # partitions + 2
     # Seconds without progress that end a step; 0: never.
     stall_timeout: float = _supported(_number(0, float("inf")), 300.0)
+    # Random numbers by microbatch and module: dropout gives the same bits on any number of partitions.
+    rng_by_module: bool = _supported(_BOOL, False)
     deterministic_server: bool = _missing(_BOOL, False, "one order of requests on all data-parallel ranks")
 
     # Placement of ranks and modules.

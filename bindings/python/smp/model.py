@@ -11,8 +11,10 @@ from torch import nn
 
 from . import _C
 from .exceptions import SMPUsageError
+from .forwards import ReplacedForwards
 from .log import logger
 from .placement import assign
+from .random import with_own_stream
 from .runtime import Runtime
 from .state import state
 
@@ -100,6 +102,9 @@ class DistributedModel(nn.Module):
         self._runtime: Runtime | None = None
         self._partitioned = topology.pp_size == 1
         self._checked = False
+        self._streams: ReplacedForwards | None = None
+        if self._partitioned and state.require_cfg().rng_by_module:
+            self._streams = ReplacedForwards([(m, with_own_stream(m.forward)) for m in module.modules()])
         state.model = self
 
     # ---- placement
@@ -143,9 +148,10 @@ class DistributedModel(nn.Module):
 
     def close(self) -> None:
         """Stops what runs for this model on this rank."""
-        if self._runtime is not None:
-            self._runtime.close()
-            self._runtime = None
+        for part in (self._runtime, self._streams):
+            if part is not None:
+                part.close()
+        self._runtime = self._streams = None
 
     # ---- a step
 

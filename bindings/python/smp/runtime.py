@@ -12,8 +12,10 @@ from torch import nn
 
 from . import _C, trees
 from .exceptions import SMPFailureError
+from .forwards import ReplacedForwards
 from .log import logger
 from .placement import Assignment
+from .random import with_own_stream
 from .state import state
 
 # The engine runs such a module where the largest of its tensors lies.
@@ -106,6 +108,7 @@ class Runtime:
         self.home = assignment.home
         homes = {id(m): self.home[name] for name, m in named.items()}
         self.partition = topology.pp_rank
+        self._rng_by_module = cfg.rng_by_module
 
         parameters: dict[int, tuple[str, torch.Tensor, int]] = {}
         for name, submodule in named.items():
@@ -128,10 +131,8 @@ class Runtime:
             self._inline.append(container and self.home[name] == self.partition)
 
         self.parameters = list(parameters.values())
-        self._patched = [m.__dict__.get("forward") for m in self.modules]
         self._shells = [self._shell(index) for index in range(len(self.modules))]
-        for submodule, shell in zip(self.modules, self._shells, strict=True):
-            submodule.forward = shell
+        self._replaced = ReplacedForwards(zip(self.modules, self._shells, strict=True))
         # What every rank has, since every rank ran the same script so far.
         self._hook_counts = [_hook_count(m) for m in self.modules]
         self._insides = [[self.module_numbers[id(m)] for m in subtree[1:]] for subtree in self.subtrees]
@@ -149,6 +150,7 @@ class Runtime:
             cfg.pipeline,
             cfg.active_microbatches,
             cfg.stall_timeout,
+            cfg.rng_by_module,
             topology.group("pp"),
             infos,
             self.parameters,
@@ -158,13 +160,14 @@ class Runtime:
     def _shell(self, index: int) -> Callable[..., Any]:
         """`forward` of a module: issues an instruction in the frame of a container, else runs as ever."""
         original = self.forwards[index]
+        run_here = with_own_stream(original) if self._rng_by_module else original
         inline = self._inline[index]
         in_frame = _C.in_frame
 
         @functools.wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
             if inline or not in_frame() or self._is_hooked_inside(index):
-                return original(*args, **kwargs)
+                return run_here(*args, **kwargs)
             return self._call(index, args, kwargs)
 
         return forward
@@ -199,8 +202,4 @@ class Runtime:
     def close(self) -> None:
         """Stops the engine and gives the modules their own `forward` back. Vacated parameters stay vacated."""
         self.engine.close()
-        for module, patched in zip(self.modules, self._patched, strict=True):
-            if patched is None:
-                module.__dict__.pop("forward", None)
-            else:
-                module.__dict__["forward"] = patched
+        self._replaced.close()

@@ -69,7 +69,8 @@ class StepFunction:
         state.step = self._name
         try:
             if runtime is None:
-                return merge([self._run_plain(args, kwargs, i, cfg.microbatches) for i in range(cfg.microbatches)])
+                key = _C.draw_key() if cfg.rng_by_module else None
+                return merge([self._run_plain(args, kwargs, i, cfg.microbatches, key) for i in range(cfg.microbatches)])
             if runtime.partition == 0:
                 with _short_switch_interval():
                     return self._drive(runtime, args, kwargs, cfg.microbatches)
@@ -82,8 +83,9 @@ class StepFunction:
         args, kwargs = self._splitter.microbatch(args, kwargs, index, count)
         return self._function(*args, **kwargs)
 
-    def _run_plain(self, args: tuple[Any, ...], kwargs: dict[str, Any], index: int, count: int) -> Any:
-        result = self._body(args, kwargs, index, count)
+    def _run_plain(self, args: tuple[Any, ...], kwargs: dict[str, Any], index: int, count: int, key: int | None) -> Any:
+        with contextlib.nullcontext() if key is None else _C.PlainMicrobatch(key, index):
+            result = self._body(args, kwargs, index, count)
         if not self._detach_outputs:
             return result
         tree, tensors = trees.pack(result, {}, f"the result of step {self._name}")

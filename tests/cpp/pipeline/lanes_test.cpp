@@ -19,7 +19,7 @@ class LanesTest : public ::testing::Test {
 
   void push(FrameId frame, Body body, std::int32_t microbatch = 0, std::vector<FrameId> ancestors = {}) {
     const bool outermost = ancestors.empty();
-    lanes_.push({frame, 0, microbatch, kStep, outermost, std::move(ancestors), std::move(body)});
+    lanes_.push({frame, 0, microbatch, kStep, outermost, std::move(ancestors), 0, std::move(body)});
   }
   /// A CALL, told apart by its number.
   static Call call(std::int32_t number, std::int64_t ticket = -1, std::int32_t module = 0, std::uint64_t context = 0) {

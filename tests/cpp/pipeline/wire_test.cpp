@@ -79,13 +79,14 @@ TEST(WireOfInstruction, call_keeps_all_its_fields) {
   call.report = true;
   call.expected = 99;
   call.mutated = {2};
-  const auto read = round_trip({7, 1, 5, 9, true, {3, 4}, call});
+  const auto read = round_trip({7, 1, 5, 9, true, {3, 4}, 77, call});
   EXPECT_EQ(read.frame, 7U);
   EXPECT_EQ(read.issuer, 1);
   EXPECT_EQ(read.microbatch, 5);
   EXPECT_EQ(read.step, 9U);
   EXPECT_TRUE(read.outermost);
   EXPECT_EQ(read.ancestors, (std::vector<FrameId>{3, 4}));
+  EXPECT_EQ(read.key, 77U);
   const auto& body = std::get<Call>(read.body);
   EXPECT_EQ(body.module, 3);
   EXPECT_EQ(body.call, 256U);
@@ -120,7 +121,7 @@ TEST(WireOfInstruction, every_kind_keeps_its_name_and_its_needs) {
       {Close{}, {}},
   };
   for (const auto& [body, needs] : cases) {
-    const Instruction instruction{1, 0, 0, 1, false, {}, body};
+    const Instruction instruction{1, 0, 0, 1, false, {}, 0, body};
     const auto read = round_trip(instruction);
     EXPECT_STREQ(read.name(), instruction.name());
     EXPECT_EQ(read.needs(), needs) << read.name();
@@ -135,15 +136,15 @@ TEST(WireOfInstruction, every_kind_keeps_its_name_and_its_needs) {
 TEST(WireOfInstruction, only_calls_and_operators_change_values_in_place) {
   Call call;
   call.mutated = {4};
-  EXPECT_EQ(*Instruction({1, 0, 0, 1, false, {}, call}).mutated(), std::vector<ValueId>{4});
-  EXPECT_EQ(*Instruction({1, 0, 0, 1, false, {}, Op{"n", "o", "", {3}, {3}, {}, 0}}).mutated(),
+  EXPECT_EQ(*Instruction({1, 0, 0, 1, false, {}, 0, call}).mutated(), std::vector<ValueId>{4});
+  EXPECT_EQ(*Instruction({1, 0, 0, 1, false, {}, 0, Op{"n", "o", "", {3}, {3}, {}, 0}}).mutated(),
             std::vector<ValueId>{3});
-  EXPECT_EQ(Instruction({1, 0, 0, 1, false, {}, Send{1, 1, 2}}).mutated(), nullptr);
+  EXPECT_EQ(Instruction({1, 0, 0, 1, false, {}, 0, Send{1, 1, 2}}).mutated(), nullptr);
 }
 
 TEST(WireOfInstruction, an_unknown_kind_is_refused) {
   Writer writer;
-  Instruction{1, 0, 0, 1, false, {}, End{}}.encode(writer);
+  Instruction{1, 0, 0, 1, false, {}, 0, End{}}.encode(writer);
   auto bytes = writer.take();
   bytes.back() = 77;  // the kind: END has no fields after it
   Reader reader(bytes);

@@ -1,6 +1,6 @@
 """Tiny models of Hugging Face's families with random weights, as users make them: configuration, model, a training batch.
 
-Dropout is off, since random numbers are drawn in another order when layers run on several ranks. Everything else is the default.
+Dropout is off, since plain PyTorch draws in another order. Everything else is the default.
 """
 
 from collections.abc import Callable

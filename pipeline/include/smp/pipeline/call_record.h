@@ -27,6 +27,7 @@ struct CallRecord {
   std::shared_ptr<CapturedGradients> captured;
   std::vector<TensorMeta> inputs;
   std::vector<int> parameters;  // that its backward may reach
+  std::shared_ptr<void> alive;  // counts the microbatch as live while there is a graph
 };
 
 }  // namespace smp::pipeline

@@ -21,6 +21,8 @@
 #include "smp/pipeline/host.h"
 #include "smp/pipeline/instruction.h"
 #include "smp/pipeline/lanes.h"
+#include "smp/pipeline/live_microbatches.h"
+#include "smp/pipeline/random.h"
 #include "smp/pipeline/remote_tensor.h"
 #include "smp/pipeline/status.h"
 #include "smp/pipeline/value_table.h"
@@ -49,6 +51,7 @@ struct EngineOptions {
   Policy policy = Policy::kInterleaved;
   int active_microbatches = 1;
   double stall_timeout_s = 300;  // 0: never
+  bool rng_by_module = false;    // random numbers that are the same for every layout
   std::vector<int> peers;        // transport rank of each partition; its size is the number of partitions
   std::vector<ModuleInfo> modules;
   std::vector<ParameterInfo> parameters;
@@ -81,6 +84,7 @@ struct EngineCounts {
   std::int64_t moved_values = 0;
   std::int64_t waits = 0;  // for what is not known yet, or data
   std::int64_t gradient_contributions = 0;
+  std::size_t peak_microbatches = 0;  // with graphs on this rank at once
 };
 
 struct EngineState {
@@ -150,8 +154,8 @@ class Engine {
   /// it.
   ValueId begin_fetch(const at::Tensor& x);
   at::Tensor end_fetch(ValueId arrival);
-  /// Sends one instruction to a partition. Does not block.
-  void issue(int home, Body body);
+  /// Sends one instruction to a partition; `key` is that of the random numbers that it draws. Does not block.
+  void issue(int home, Body body, std::uint64_t key = 0);
   /// Blocks until the reply named `id` came.
   std::string wait_reply(ValueId id);
 
@@ -182,6 +186,7 @@ class Engine {
   // engine.cpp: steps and failures
   void enter_step(const std::string& name);
   void leave_step();
+  void give_random_back();
   std::string follow(const std::string& name);
   void wait(const std::function<bool()>& ready);
   void check_failed() const;
@@ -271,6 +276,9 @@ class Engine {
   std::optional<std::pair<std::uint32_t, Failure>> left_;  // a peer that ended, after so many steps
   std::shared_ptr<Frame> microbatch_frame_;
   std::optional<FrameScope> microbatch_scope_;
+  std::optional<StreamScope> microbatch_stream_;
+  std::uint64_t step_key_ = 0;
+  std::optional<RandomState> script_random_;  // of the code between steps, while a step runs
   std::string step_name_;
   std::int64_t step_began_ns_ = 0;
   std::int64_t microbatch_began_ns_ = 0;
@@ -295,6 +303,7 @@ class Engine {
   bool stopping_ = false;
   bool closed_ = false;
   EngineCounts counts_;
+  LiveMicrobatches live_;
 };
 
 }  // namespace smp::pipeline

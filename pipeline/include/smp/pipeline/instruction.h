@@ -155,6 +155,7 @@ struct Instruction {
   std::uint32_t step = 0;
   bool outermost = false;          // issued by the step function itself
   std::vector<FrameId> ancestors;  // frames that wait for the issuing frame; empty for the outermost
+  std::uint64_t key = 0;           // of the random numbers that it draws; 0: it draws none
   Body body;
 
   void encode(Writer& writer) const;
