@@ -149,7 +149,7 @@ EngineOptions make_options(const std::string& pipeline, int active_microbatches,
   for (const auto& item : modules) {
     const auto m = py::reinterpret_borrow<py::tuple>(item);
     options.modules.push_back({m[0].cast<std::string>(), m[1].cast<int>(), m[2].cast<bool>(), m[3].cast<bool>(),
-                               m[4].cast<std::vector<int>>()});
+                               m[4].cast<bool>(), m[5].cast<std::vector<int>>()});
   }
   for (const auto& item : parameters) {
     const auto p = py::reinterpret_borrow<py::tuple>(item);
@@ -234,6 +234,7 @@ void register_engine(py::module_& module) {
       .def("abort", &Engine::abort, without_gil)
       .def_property_readonly("failure", &Engine::failure)
       .def_property_readonly("step", &Engine::step)
+      .def("set_dynamic", &Engine::set_dynamic, py::arg("module"), py::arg("dynamic"))
       .def("close", &Engine::close, without_gil)
       .def("call",
            [](Engine& engine, std::int32_t target, const std::string& tree, const py::list& tensors,
@@ -266,6 +267,7 @@ void register_engine(py::module_& module) {
              result["moved_bytes"] = counts.moved_bytes;
              result["moved_values"] = counts.moved_values;
              result["waits"] = counts.waits;
+             result["asked"] = counts.asked;
              result["gradient_contributions"] = counts.gradient_contributions;
              result["peak_microbatches"] = counts.peak_microbatches;
              return result;

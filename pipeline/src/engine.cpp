@@ -379,6 +379,9 @@ void Engine::forget_locked(Leftovers& leftovers) {
 
 void Engine::fail_locked(Failure failure, Leftovers& leftovers) {
   failed_step_ = failure.step;
+  if (failure.varies >= 0) {
+    options_.modules[static_cast<std::size_t>(failure.varies)].dynamic = true;
+  }
   failure_ = std::move(failure);
   failed_ = true;
   in_step_ = false;
@@ -405,6 +408,11 @@ void Engine::abort(Failure failure) {
     send_to_others(header);
   } catch (const FailureError&) {  // nobody is left to tell
   }
+}
+
+void Engine::set_dynamic(std::int32_t module, bool dynamic) {
+  const std::lock_guard lock(mutex_);
+  options_.modules.at(static_cast<std::size_t>(module)).dynamic = dynamic;
 }
 
 // ---- looking at it

@@ -7,6 +7,7 @@
 
 #include "message_kind.h"
 #include "smp/error.h"
+#include "smp/pipeline/call_record.h"
 #include "smp/pipeline/engine.h"
 #include "smp/pipeline/trace.h"
 
@@ -145,6 +146,12 @@ void Engine::execute(const Instruction& instruction) {
     failure.rank = transport_->rank();
     failure.microbatch = instruction.microbatch;
     failure.where = where(instruction);
+    try {
+      throw;
+    } catch (const ResultVaries& error) {
+      failure.varies = error.module;
+    } catch (...) {
+    }
     host_->describe(std::current_exception(), failure);
     abort(std::move(failure));
   }

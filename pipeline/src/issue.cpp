@@ -15,6 +15,9 @@
 namespace smp::pipeline {
 namespace {
 
+// What calls give back is remembered for so many kinds of arguments.
+constexpr std::size_t kKnownCalls = 1 << 14;
+
 bool tracked(const at::Tensor& x) { return c10::GradMode::is_enabled() && x.requires_grad(); }
 
 /// Gives `out` a grad_fn.
@@ -71,6 +74,10 @@ void Engine::issue(int home, Body body, std::uint64_t key) {
 }
 
 std::string Engine::wait_reply(ValueId id) {
+  {
+    const std::lock_guard lock(mutex_);
+    ++counts_.asked;
+  }
   std::optional<std::string> reply;  // taken at once: a failure may clear what arrived
   wait([&] {
     if (const auto arrived = replies_.find(id); !reply && arrived != replies_.end()) {
@@ -304,7 +311,8 @@ CallOutcome Engine::call(std::int32_t module, const std::string& tree, const std
   std::optional<CallReport> report;
   {
     const std::lock_guard lock(mutex_);
-    if (const auto known = reports_.find(key.bytes()); known != reports_.end()) {
+    const auto known = info.dynamic ? reports_.end() : reports_.find(key.bytes());
+    if (known != reports_.end()) {
       report = known->second;
     }
   }
@@ -329,7 +337,12 @@ CallOutcome Engine::call(std::int32_t module, const std::string& tree, const std
     report = CallReport::decode(reader);
     reader(report->reach);
     const std::lock_guard lock(mutex_);
-    reports_.emplace(key.bytes(), *report);
+    if (!info.dynamic) {
+      if (reports_.size() >= kKnownCalls) {
+        reports_.clear();
+      }
+      reports_.emplace(key.bytes(), *report);
+    }
   }
 
   const bool differentiable = modes.grad && std::any_of(report->outputs.begin(), report->outputs.end(),

@@ -125,11 +125,13 @@ void Engine::run(const Instruction& instruction, const Call& call) {
 
     const auto encoded = report.encode();
     if (!call.report && std::hash<std::string>{}(encoded) != call.expected) {
-      throw_usage(
-          "module '{}' gave back other shapes, dtypes or values that are not tensors than the last time it was called "
-          "with arguments of these shapes. Return "
-          "what varies as a tensor",
-          info.name);
+      throw ResultVaries(
+          call.module,
+          fmt::format(
+              "module '{}' gave back other shapes, dtypes or values that are not tensors than the last time it was "
+              "called with arguments of these shapes, and what came of them is wrong. From now on it is asked each "
+              "time: zero the gradients and run the step again; or say so before with smp.set_dynamic(module)",
+              info.name));
     }
     for (std::size_t k = 0; k < outputs.size(); ++k) {
       if (is_remote(outputs[k])) {

@@ -15,6 +15,7 @@ if torch.__version__.split("+")[0] != _C.built_with_torch.split("+")[0]:
     )
 
 from .communication import allgather, barrier, broadcast, dp_barrier, mp_barrier, recv_from, send
+from .dynamic import set_dynamic
 from .exceptions import SMPConfigError, SMPError, SMPFailureError, SMPUsageError
 from .launch import launch
 from .model import DistributedModel
@@ -81,6 +82,6 @@ __all__ = [
     "get_dp_group", "get_dp_process_group", "get_mp_group", "get_mp_process_group", "get_partition_report", "get_pp_group",
     "get_pp_process_group", "get_rdp_group", "get_rdp_process_group", "get_tp_group", "get_tp_process_group", "get_world_process_group", "init",
     "is_initialized", "is_tracing", "launch", "local_rank", "local_size", "mp_barrier", "mp_rank", "mp_size", "num_microbatches", "partition", "pp_rank",
-    "pp_size", "rank", "rdp_rank", "rdp_size", "recv_from", "send", "set_partition", "shutdown", "size", "state", "step", "tp_rank", "tp_size",
+    "pp_size", "rank", "rdp_rank", "rdp_size", "recv_from", "send", "set_dynamic", "set_partition", "shutdown", "size", "state", "step", "tp_rank", "tp_size",
     "trace",
 ]  # fmt: skip

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from . import _C, trees
+from .dynamic import is_dynamic
 from .exceptions import SMPFailureError
 from .forwards import ReplacedForwards
 from .log import logger
@@ -127,7 +128,8 @@ class Runtime:
             follows = name != "" and not states and not container and name not in assignment.manual
             owned = sorted({numbers[id(p)] for p in submodule.parameters()})
             has_buffers = any(True for _ in submodule.buffers())
-            infos.append((name, _FOLLOWS_DATA if follows else self.home[name], container, has_buffers, owned))
+            where = _FOLLOWS_DATA if follows else self.home[name]
+            infos.append((name, where, container, is_dynamic(submodule), has_buffers, owned))
             self._inline.append(container and self.home[name] == self.partition)
 
         self.parameters = list(parameters.values())
@@ -198,6 +200,12 @@ class Runtime:
         training = bytes([m.training for m in self.subtrees[index]])
         tree, tensors = self.engine.call(index, tree, tensors, training)
         return trees.unpack(tree, tensors, self.modules)
+
+    def update_dynamic(self, changed: nn.Module) -> None:
+        """For a mark that was set after the model was distributed."""
+        for index, subtree in enumerate(self.subtrees):
+            if any(module is changed for module in subtree):
+                self.engine.set_dynamic(index, is_dynamic(self.modules[index]))
 
     def close(self) -> None:
         """Stops the engine and gives the modules their own `forward` back. Vacated parameters stay vacated."""

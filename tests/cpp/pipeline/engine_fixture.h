@@ -70,7 +70,7 @@ class Cluster {
         options.parameters.push_back({p.name, p.value, p.home});
       }
       for (const auto& m : spec.modules) {
-        ModuleInfo info{m.name, m.home, spec.is_container(m.name), false, {}};
+        ModuleInfo info{m.name, m.home, spec.is_container(m.name), false, false, {}};
         for (auto below : spec.subtree(m.name)) {
           info.ordered |= spec.modules[below].ordered;
           for (const auto& name : spec.modules[below].parameters) {

@@ -6,8 +6,10 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
+#include "smp/error.h"
 #include "smp/pipeline/tensor_meta.h"
 
 namespace smp::pipeline {
@@ -28,6 +30,13 @@ struct CallRecord {
   std::vector<TensorMeta> inputs;
   std::vector<int> parameters;  // that its backward may reach
   std::shared_ptr<void> alive;  // counts the microbatch as live while there is a graph
+};
+
+/// A module gave back something else than its issuer expected.
+class ResultVaries : public UsageError {
+ public:
+  ResultVaries(std::int32_t varying, const std::string& message) : UsageError(message), module(varying) {}
+  std::int32_t module;
 };
 
 }  // namespace smp::pipeline

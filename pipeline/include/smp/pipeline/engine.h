@@ -37,6 +37,7 @@ struct ModuleInfo {
   std::string name;
   int home = 0;
   bool container = false;
+  bool dynamic = false;         // what it gives back is not known from its arguments' shapes: asked each time
   bool ordered = false;         // has buffers, its own or below: its calls keep the order of microbatches
   std::vector<int> parameters;  // of its subtree, by index
 };
@@ -83,6 +84,7 @@ struct EngineCounts {
   std::int64_t moved_bytes = 0;  // values that left this rank
   std::int64_t moved_values = 0;
   std::int64_t waits = 0;  // for what is not known yet, or data
+  std::int64_t asked = 0;  // what came out of a call or an operator, since that was not known
   std::int64_t gradient_contributions = 0;
   std::size_t peak_microbatches = 0;  // with graphs on this rank at once
 };
@@ -135,6 +137,9 @@ class Engine {
   void abort(Failure failure);
   /// The failure that ended the last step, if one did.
   [[nodiscard]] std::optional<Failure> failure() const;
+
+  /// See ModuleInfo::dynamic. Not collective, but every rank must say the same.
+  void set_dynamic(std::int32_t module, bool dynamic);
 
   /// Tells the others that this rank leaves, and stops. Blocks until its threads have ended. Idempotent.
   void close();

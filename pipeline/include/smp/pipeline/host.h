@@ -15,14 +15,15 @@ struct Failure {
   std::uint32_t step = 0;
   std::int32_t rank = -1;
   std::int32_t microbatch = -1;
-  std::string where;    // "CALL of transformer.h.3"
-  std::string message;  // text of the exception, with its traceback where there is one
-  std::string payload;  // the host's own form of the exception; may be empty
-  bool stall = false;   // nothing moved any more: what still runs may never end
+  std::string where;         // "CALL of transformer.h.3"
+  std::string message;       // text of the exception, with its traceback where there is one
+  std::string payload;       // the host's own form of the exception; may be empty
+  bool stall = false;        // nothing moved any more: what still runs may never end
+  std::int32_t varies = -1;  // module whose results differ from call to call: it is asked each time from now on
 
   template <typename Archive>
   void fields(Archive& archive) {
-    archive(step, rank, microbatch, where, message, payload, stall);
+    archive(step, rank, microbatch, where, message, payload, stall, varies);
   }
   [[nodiscard]] std::string describe() const;
 };
