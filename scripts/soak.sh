@@ -17,5 +17,8 @@ ctest --preset tsan -R '^smp_core_test$'
 build/tsan/tests/cpp/smp_pipeline_test --gtest_list_tests --gtest_filter='*Tsan*' | grep -q Tsan || die "no suite is named for ThreadSanitizer"
 GTEST_FILTER='*Tsan*' ctest --preset tsan -R '^smp_pipeline_test$'
 
+say "Without MPI"
+"$SMP_ROOT/scripts/without_mpi.sh"
+
 say "Python tests, with more repetitions where order varies"
 "$SMP_PYTHON" -m pytest tests/python --soak

@@ -57,6 +57,8 @@ class Fails(nn.Linear):
             os.kill(os.getpid(), signal.SIGSTOP)
         if self.calls == 3 and self.how == "hang":
             time.sleep(3600)
+        if self.calls == 3 and self.how == "interrupt":
+            os.kill(os.getpid(), signal.SIGINT)
         if self.how == "slow":
             time.sleep(0.5)
         out = super().forward(x)
@@ -311,6 +313,8 @@ SCRIPTS: dict[str, Callable[[], None]] = {
     "rank 1 is stopped": failing_module(second="stop"),
     "rank 0 hangs": failing_module(first="hang"),
     "rank 1 hangs": failing_module(second="hang"),
+    "rank 0 is interrupted": failing_module(first="interrupt"),
+    "rank 1 is interrupted": failing_module(second="interrupt"),
     "interrupt": interrupted,
 }
 

@@ -187,6 +187,14 @@ def test_an_interrupt_ends_the_launch(launch, launcher):
     launch("interrupt", launcher)
 
 
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_interrupt_of_one_rank_is_named_on_all(launch, rank, launcher):
+    result = launch(f"rank {rank} is interrupted", launcher)
+    check_words(result, [rank], ["KeyboardInterrupt"])
+    check_words(result, [1 - rank], ["KeyboardInterrupt", f"raised on rank {rank}"])
+
+
 RECOVERABLE = {
     ("forward", 0): ("ValueError", "too much", "rank 0, microbatch 2, CALL of module 'first'"),
     ("forward", 1): ("ValueError", "too much", "rank 1, microbatch 2, CALL of module 'second'"),
