@@ -69,8 +69,8 @@ def seconds_of(run: Callable[[], object], repeats: int) -> list[float]:
     return seconds[1:]
 
 
-def chain(kind: type[nn.Module], layers: int, microbatches: int, repeats: int) -> tuple[float, float]:
-    """Microseconds for each layer and microbatch, evaluated and trained."""
+def chain(kind: type[nn.Module], layers: int, microbatches: int, repeats: int) -> list[float]:
+    """Seconds of a step, evaluated and trained."""
     smp.init({"partitions": 2, "microbatches": microbatches, "auto_partition": False})
     net = kind(layers)
     for name, module in net.named_children():
@@ -89,12 +89,9 @@ def chain(kind: type[nn.Module], layers: int, microbatches: int, repeats: int) -
         return loss
 
     x = torch.ones(microbatches, 8)
-    result = [
-        statistics.median(seconds_of(lambda step=step: step(model, x), repeats)) / layers / microbatches * 1e6
-        for step in (evaluate, train)
-    ]
+    seconds = [statistics.median(seconds_of(lambda step=step: step(model, x), repeats)) for step in (evaluate, train)]
     smp.shutdown()
-    return result[0], result[1]
+    return seconds
 
 
 def one_partition(size: str, repeats: int) -> list[float]:
@@ -141,12 +138,14 @@ def main() -> None:
     rows = []
     for kind in (Calls, Operators):
         for layers, microbatches in ((10, 1), (10, 8), (10, 64), (100, 1), (100, 8), (1000, 1), (1000, 8)):
-            rows.append((kind.__name__, layers, microbatches, *chain(kind, layers, microbatches, options.repeats)))
+            with_layers, without = (chain(kind, count, microbatches, options.repeats) for count in (layers, 0))
+            costs = [(a - b) / layers / microbatches * 1e6 for a, b in zip(with_layers, without, strict=True)]
+            rows.append((kind.__name__, layers, microbatches, *costs))
     if int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("RANK", "0"))) == 0:
         print(
-            f"{environment}, 2 ranks of 1 thread; median of {options.repeats} steps, µs for each layer and microbatch"
+            f"{environment}, 2 ranks of 1 thread; median of {options.repeats} steps, less those of a chain of no layers"
         )
-        print(f"{'':10} {'layers':>6} {'microbatches':>12} {'forward':>8} {'and backward':>12}")
+        print(f"{'µs a layer':10} {'layers':>6} {'microbatches':>12} {'forward':>8} {'and backward':>12}")
         for name, layers, microbatches, forward, both in rows:
             print(f"{name:10} {layers:6} {microbatches:12} {forward:8.1f} {both:12.1f}")
 
