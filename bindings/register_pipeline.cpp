@@ -252,6 +252,13 @@ void register_engine(py::module_& module) {
       .def("begin_fetch", &Engine::begin_fetch, without_gil, "Asks for the data of a tensor; does not block.")
       .def("end_fetch", &Engine::end_fetch, without_gil, "Waits for what begin_fetch asked for.")
       .def(
+          "root",
+          [](Engine& engine, const at::Tensor& x) {
+            const py::gil_scoped_release release;
+            return smp::pipeline::is_remote(x) || !x.requires_grad() ? x : engine.to_home(x, engine.partition(), false);
+          },
+          "A tensor whose backward is issued, though it lies on this rank.")
+      .def(
           "seed",
           [](Engine& engine, const at::Tensor& x, const at::Tensor& gradient) {
             const py::gil_scoped_release release;
@@ -307,6 +314,13 @@ class PlainMicrobatch {
 
 void register_random(py::module_& module) {
   module.def("draw_key", &smp::pipeline::draw_key, "The next 64 bits of this thread's stream of random numbers.");
+  module.def(
+      "own_stream",
+      []() -> std::optional<at::Generator> {
+        auto generator = smp::pipeline::own_stream();
+        return generator.defined() ? std::optional(std::move(generator)) : std::nullopt;
+      },
+      "The generator that is this thread's stream of random numbers; None where that is the default one.");
   module.def("enter_module", &smp::pipeline::enter_module,
              "Gives a module a stream of its own, seeded by the caller's.");
   module.def("leave_module", &smp::pipeline::leave_module, "Goes on with the stream of the caller.");

@@ -55,11 +55,12 @@ void Engine::close_frame(const std::shared_ptr<Frame>& frame) {
     frame_done(frame->id);
     return;
   }
+  const bool closes = frame->outermost && !nested_frames_ && !frame->nests;
   const FrameScope scope(frame.get());
   const auto lanes = frame->issued;
   for (std::size_t home = 0; home < lanes.size(); ++home) {
     if (lanes[home] != 0) {
-      issue(static_cast<int>(home), End{});
+      issue(static_cast<int>(home), End{closes});
     }
   }
 }
@@ -86,7 +87,7 @@ void Engine::frame_done(FrameId id) {
         values_.give_back(value, frame->id);
       }
     }
-    if (frame->outermost && nested_frames_) {
+    if (frame->outermost && (nested_frames_ || frame->nests)) {
       close = Instruction{frame->id, transport_->rank(), frame->microbatch, frame->step, true, {}, 0, Close{}};
       lanes_.push(*close);
     }
@@ -105,8 +106,7 @@ Frame& Engine::here() const {
   if (frame == nullptr || frame->engine != this) {
     throw_usage(
         "a tensor that lives on another partition was used outside a step: return it from the @smp.step function, or "
-        "read it inside "
-        "(.item(), .detach().clone())");
+        "read it inside (.item())");
   }
   return *frame;
 }

@@ -20,6 +20,9 @@ constexpr std::size_t kKnownCalls = 1 << 14;
 
 bool tracked(const at::Tensor& x) { return c10::GradMode::is_enabled() && x.requires_grad(); }
 
+/// Inference tensors have no version.
+std::uint32_t version_of(const at::Tensor& x) { return x.is_inference() ? 0 : x._version(); }
+
 /// Gives `out` a grad_fn.
 void attach(const at::Tensor& out, const at::Tensor& source, const c10::intrusive_ptr<torch::autograd::Node>& node) {
   node->set_next_edges(torch::autograd::collect_next_edges(source));
@@ -134,11 +137,11 @@ at::Tensor Engine::to_home(const at::Tensor& x, int home, bool remember) {
       return x;
     }
   }
-  if (!remember) {
+  if (!remember || (x.is_inference() && !is_remote(x))) {  // inference tensors don't tell when they change
     return move(x, home);
   }
   auto* source = x.unsafeGetTensorImpl();
-  const auto version = x._version();
+  const auto version = version_of(x);
   const bool grad_mode = c10::GradMode::is_enabled();
   auto& moved = frame.moved;
   std::erase_if(moved, [](const Frame::Moved& entry) { return entry.source.use_count() == 0; });
@@ -149,8 +152,7 @@ at::Tensor Engine::to_home(const at::Tensor& x, int home, bool remember) {
     }
   }
   auto copy = move(x, home);
-  moved.push_back({c10::weak_intrusive_ptr<c10::TensorImpl>(x.getIntrusivePtr()), static_cast<std::uint32_t>(version),
-                   home, grad_mode, copy});
+  moved.push_back({c10::weak_intrusive_ptr<c10::TensorImpl>(x.getIntrusivePtr()), version, home, grad_mode, copy});
   return copy;
 }
 
@@ -190,9 +192,26 @@ at::Tensor Engine::lift(const at::Tensor& x, int home) {
   send_value(home, value, x.detach());
   auto out = new_remote(home, value, travelled(TensorMeta::of(x)));
   if (tracked(x)) {
+    auto& frame = here();
+    const auto edge = torch::autograd::impl::gradient_edge(x);
+    const bool issues = issues_below(edge);
+    if (issues && leaves_below(edge).empty()) {
+      // Only what remote tensors were gathered by: their gradients may stay remote, and its graph is part of the
+      // frame's.
+      attach(out, x, c10::make_intrusive<MoveNode>(partition_));
+      return out;
+    }
+    if (issues && !frame.outermost) {
+      throw_usage(
+          "a tensor that was made here, in a module away from partition 0, from both parameters and tensors of other "
+          "partitions is used on "
+          "another partition: give the module that makes it parameters and children on one partition");
+    }
     auto record = std::make_shared<CallRecord>();
-    record->microbatch = here().microbatch;
-    record->outputs = {torch::autograd::impl::gradient_edge(x)};
+    record->microbatch = frame.microbatch;
+    record->outputs = {edge};
+    record->container = issues;
+    frame.nests |= issues;
     for (const auto& leaf : leaves_below(record->outputs[0])) {
       if (const auto it = parameter_index_.find(leaf.unsafeGetTensorImpl()); it != parameter_index_.end()) {
         record->parameters.push_back(it->second);
@@ -251,7 +270,7 @@ std::string CallReport::encode() const {
   for (auto meta : outputs) {
     meta.fields(writer);
   }
-  writer(changed);
+  writer(same_as, changed);
   for (auto meta : changed_metas) {
     meta.fields(writer);
   }
@@ -265,7 +284,7 @@ CallReport CallReport::decode(Reader& reader) {
   for (auto& meta : report.outputs) {
     meta.fields(reader);
   }
-  reader(report.changed);
+  reader(report.same_as, report.changed);
   report.changed_metas.resize(report.changed.size());
   for (auto& meta : report.changed_metas) {
     meta.fields(reader);
@@ -357,6 +376,13 @@ CallOutcome Engine::call(std::int32_t module, const std::string& tree, const std
   CallOutcome outcome;
   outcome.tree = report->tree;
   for (std::size_t k = 0; k < report->outputs.size(); ++k) {
+    if (const auto input = report->same_as[k]; input >= 0) {
+      outcome.outputs.push_back(tensors[static_cast<std::size_t>(input)]);
+      if (node) {
+        node->add_input_metadata(torch::autograd::Node::undefined_input());
+      }
+      continue;
+    }
     outcome.outputs.push_back(new_remote(home, nth(first, k), report->outputs[k]));
     if (node && report->outputs[k].requires_grad) {
       torch::autograd::set_history(outcome.outputs.back(), node);

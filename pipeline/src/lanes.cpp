@@ -66,6 +66,13 @@ bool Lanes::can_run(const Lane& lane, const ValueTable& values) const {
       }
     }
   }
+  if (values.has_writers()) {
+    auto own = instruction.ancestors;
+    own.push_back(instruction.frame);
+    if (std::any_of(needs.begin(), needs.end(), [&](ValueId id) { return values.written_beyond(id, own); })) {
+      return false;
+    }
+  }
   if (const auto* mutated = instruction.mutated(); mutated != nullptr && !mutated->empty()) {
     // In place on a value that another open frame may still read: it waits for that frame.
     auto own = instruction.ancestors;

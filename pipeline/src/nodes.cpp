@@ -34,6 +34,12 @@ std::int64_t pass() {
   return frame->pass != 0 ? frame->pass : torch::autograd::get_current_graph_task_id() + 1;
 }
 
+/// False under autograd.grad: nothing goes into .grad.
+bool accumulates() {
+  const auto* wanted = torch::autograd::get_current_graph_task_exec_info();
+  return current_frame()->accumulate && (wanted == nullptr || wanted->empty());
+}
+
 bool keep_graph() { return torch::autograd::get_current_graph_task_keep_graph(); }
 
 /// Calls `visit` once for each node that `root` reaches, with the node; it returns whether to go on below that node.
@@ -70,6 +76,7 @@ variable_list CallNode::apply(variable_list&& gradients) {
   backward.module = module_;
   backward.pass = pass();
   backward.keep_graph = keep_graph();
+  backward.accumulate = accumulates();
   backward.gradients.assign(gradients.size(), 0);
   backward.results.assign(inputs_.size(), 0);
   variable_list moved(gradients.size());  // alive until BACKWARD is issued
@@ -105,6 +112,9 @@ variable_list MoveNode::apply(variable_list&& gradients) {
 variable_list LiftNode::apply(variable_list&& gradients) {
   if (gradients[0].defined()) {
     auto& engine = issuing_engine();
+    if (!accumulates()) {
+      return {};
+    }
     const auto gradient = engine.to_home(gradients[0], record_->home(), /*remember=*/false);
     engine.issue(record_->home(), Accumulate{record_->id(), handle_of(gradient)->id(), pass(), keep_graph()});
   }
@@ -131,6 +141,16 @@ std::vector<std::uint8_t> reachable(const std::vector<Edge>& roots, const Node* 
     });
   }
   return reach;
+}
+
+bool issues_below(const Edge& root) {
+  bool found = false;
+  walk(root, [&](const Edge& edge) {
+    const auto* node = edge.function.get();
+    found = found || dynamic_cast<const MoveNode*>(node) != nullptr || dynamic_cast<const CallNode*>(node) != nullptr;
+    return !found;
+  });
+  return found;
 }
 
 std::vector<at::Tensor> leaves_below(const Edge& root) {

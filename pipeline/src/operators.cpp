@@ -59,6 +59,13 @@ bool looks_into(const c10::FunctionSchema& schema, std::size_t argument) {
   if (schema.name() == "aten::tensor_split" && schema.overload_name() == "tensor_indices_or_sections") {
     return argument == 1;
   }
+  if (schema.name() == "aten::_pack_padded_sequence" || schema.name() == "aten::_pad_packed_sequence") {
+    return argument == 1;  // lengths and batch sizes, which lie on the CPU
+  }
+  if (schema.overload_name() == "data" && (schema.name() == "aten::lstm" || schema.name() == "aten::gru" ||
+                                           schema.name() == "aten::rnn_tanh" || schema.name() == "aten::rnn_relu")) {
+    return argument == 1;  // batch sizes
+  }
   return schema.name() == "aten::ctc_loss" && schema.overload_name() == "Tensor" && argument >= 2;
 }
 

@@ -99,6 +99,8 @@ std::uint64_t mix(std::uint64_t key, std::uint64_t number) {
   return z ^ (z >> 31U);
 }
 
+at::Generator own_stream() { return tls_own; }
+
 std::uint64_t draw_key() {
   auto generator = tls_own.defined() ? tls_own : at::detail::getDefaultCPUGenerator();
   const std::scoped_lock lock(generator.mutex());

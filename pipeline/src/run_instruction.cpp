@@ -73,6 +73,9 @@ void Engine::run(const Instruction& instruction, const Call& call) {
         const std::lock_guard lock(mutex_);
         values_.pin(call.inputs[i]);
         values_.lend(call.inputs[i], frame->id);
+        if (std::find(call.mutated.begin(), call.mutated.end(), call.inputs[i]) != call.mutated.end()) {
+          values_.lend_to_writer(call.inputs[i], frame->id);
+        }
         frame->borrowed.push_back(call.inputs[i]);
       }
       input = make_remote(new_handle(partition_, call.inputs[i], /*borrowed=*/true), TensorMeta::of(data));
@@ -93,21 +96,31 @@ void Engine::run(const Instruction& instruction, const Call& call) {
   Host::Outcome outcome;
   CallReport report;
   std::vector<at::Tensor> outputs;
+  const auto input_that_is = [&](const at::Tensor& output) {
+    const auto it = std::find_if(inputs.begin(), inputs.end(), [&](const at::Tensor& x) { return x.is_same(output); });
+    return it == inputs.end() ? -1 : static_cast<std::int32_t>(it - inputs.begin());
+  };
   {
     const FrameScope scope(frame.get());
     {
       const ModeScope modes(call.modes);
       outcome = host_->run(call.module, call.tree, inputs, call.training);
       for (const auto& output : outcome.outputs) {
+        report.same_as.push_back(input_that_is(output));
         // What a container gives back lies here, wherever it was made.
         const bool bring = frame && (is_remote(output) || output.requires_grad());
         outputs.push_back(bring ? to_home(output, partition_) : output);
+        if (!is_remote(output) &&
+            (output.is_conj() || output.is_neg())) {  // views that their issuer takes for plain tensors
+          outputs.back() = output.resolve_conj().resolve_neg();
+        }
       }
     }
     report.tree = std::move(outcome.tree);
-    for (const auto& output : outputs) {
+    for (std::size_t k = 0; k < outputs.size(); ++k) {
+      const auto& output = outputs[k];
       report.outputs.push_back(TensorMeta::of(output));
-      report.outputs.back().requires_grad &= call.modes.grad;
+      report.outputs.back().requires_grad &= call.modes.grad && report.same_as[k] < 0;
       record->outputs.push_back(report.outputs.back().requires_grad ? torch::autograd::impl::gradient_edge(output)
                                                                     : torch::autograd::Edge());
     }
@@ -116,6 +129,10 @@ void Engine::run(const Instruction& instruction, const Call& call) {
         continue;
       }
       report.changed.push_back(static_cast<std::int32_t>(i));
+      if (frame) {  // its operators that change it may still be on their way
+        const std::lock_guard lock(mutex_);
+        values_.lend_to_writer(call.inputs[i], frame->id);
+      }
       report.changed_metas.push_back(TensorMeta::of(inputs[i]));
       report.changed_metas.back().requires_grad &= call.modes.grad;
       record->outputs.push_back(report.changed_metas.back().requires_grad
@@ -134,6 +151,9 @@ void Engine::run(const Instruction& instruction, const Call& call) {
               info.name));
     }
     for (std::size_t k = 0; k < outputs.size(); ++k) {
+      if (report.same_as[k] >= 0) {
+        continue;  // the issuer has it
+      }
       if (is_remote(outputs[k])) {
         issue(partition_, Alias{handle_of(outputs[k])->id(), nth(call.results, k)});
       } else {
@@ -171,7 +191,8 @@ void Engine::run(const Instruction& instruction, const Call& call) {
 /// Runs autograd from the edges of a call. `.grad` of the parameters that it may reach is set aside meanwhile, so that
 /// this call's own contribution is what lies there afterwards; that goes to the ordered sums.
 std::vector<at::Tensor> Engine::run_autograd(const Instruction& instruction, CallRecord& record,
-                                             std::vector<at::Tensor> gradients, std::int64_t pass, bool keep_graph) {
+                                             std::vector<at::Tensor> gradients, std::int64_t pass, bool keep_graph,
+                                             bool accumulate) {
   if (record.freed) {
     throw_usage("backward runs a second time through {}: pass retain_graph=True the first time", where(instruction));
   }
@@ -192,7 +213,7 @@ std::vector<at::Tensor> Engine::run_autograd(const Instruction& instruction, Cal
     for (auto& [p, grad] : aside) {
       auto& current = sums_.parameter(p).mutable_grad();
       auto contribution = std::exchange(current, std::move(grad));
-      if (contribution.defined()) {
+      if (contribution.defined() && accumulate) {
         sums_.add(p, record.microbatch, pass, std::move(contribution));
       }
     }
@@ -229,6 +250,7 @@ void Engine::run(const Instruction& instruction, const Backward& backward) {
   std::shared_ptr<Frame> frame = record->container ? open_frame(instruction) : nullptr;
   if (frame) {
     frame->pass = backward.pass;
+    frame->accumulate = backward.accumulate;
   }
   for (auto id : backward.gradients) {
     if (id == 0) {
@@ -246,11 +268,21 @@ void Engine::run(const Instruction& instruction, const Backward& backward) {
   }
   {
     const FrameScope scope(frame.get());
-    auto inputs = run_autograd(instruction, *record, std::move(gradients), backward.pass, backward.keep_graph);
+    auto inputs = run_autograd(instruction, *record, std::move(gradients), backward.pass, backward.keep_graph,
+                               backward.accumulate);
     inputs.resize(backward.results.size());
     for (std::size_t i = 0; i < backward.results.size(); ++i) {
       const auto result = backward.results[i];
       if (result == 0) {
+        if (inputs[i].defined()) {
+          throw ResultVaries(
+              backward.module,
+              fmt::format(
+                  "argument {} of module '{}' got a gradient, which it did not the last time that it was called with "
+                  "arguments of these shapes. From now on it is asked each time: zero the gradients and run the step "
+                  "again; or say so before with smp.set_dynamic(module)",
+                  i, options_.modules[static_cast<std::size_t>(backward.module)].name));
+        }
         continue;
       }
       if (!inputs[i].defined()) {  // the graph could reach it, but nothing came
@@ -288,8 +320,18 @@ void Engine::run(const Instruction& instruction, const Accumulate& accumulate) {
     const std::lock_guard lock(mutex_);
     record = values_.call(accumulate.record);
   }
-  static_cast<void>(
-      run_autograd(instruction, *record, {value(accumulate.gradient)}, accumulate.pass, accumulate.keep_graph));
+  // The graph of a local tensor may go on through tensors of other ranks.
+  std::shared_ptr<Frame> frame = record->container ? open_frame(instruction) : nullptr;
+  if (frame) {
+    frame->pass = accumulate.pass;
+  }
+  {
+    const FrameScope scope(frame.get());
+    run_autograd(instruction, *record, {value(accumulate.gradient)}, accumulate.pass, accumulate.keep_graph, true);
+  }
+  if (frame) {
+    close_frame(frame);
+  }
 }
 
 // ---- the others
@@ -335,8 +377,8 @@ void Engine::run(const Instruction& /*instruction*/, const Send& send) {
 
 void Engine::run(const Instruction& /*instruction*/, const Alias& alias) { store(alias.name, value(alias.value)); }
 
-void Engine::run(const Instruction& instruction, const End& /*end*/) {
-  if (instruction.outermost && !nested_frames_) {
+void Engine::run(const Instruction& instruction, const End& end) {
+  if (end.closes) {
     sums_.close(instruction.microbatch);  // nobody else's frame can use this rank's parameters
   }
   const int issuer = partition_of(instruction.issuer);

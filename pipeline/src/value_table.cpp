@@ -34,6 +34,14 @@ void ValueTable::release(ValueId id, Trash& trash) {
   reap(it, trash);
 }
 
+void ValueTable::lend_to_writer(ValueId id, FrameId frame) {
+  auto& writers = entries_[id].writers;
+  if (std::find(writers.begin(), writers.end(), frame) == writers.end()) {
+    writers.push_back(frame);
+    ++num_writers_;
+  }
+}
+
 void ValueTable::give_back(ValueId id, FrameId frame) {
   const auto it = entries_.find(id);
   if (it != entries_.end()) {
@@ -42,7 +50,15 @@ void ValueTable::give_back(ValueId id, FrameId frame) {
     if (loan != loans.end()) {
       loans.erase(loan);
     }
+    num_writers_ -= std::erase(it->second.writers, frame);
   }
+}
+
+bool ValueTable::written_beyond(ValueId id, const std::vector<FrameId>& ancestors) const {
+  const auto it = entries_.find(id);
+  return it != entries_.end() && std::any_of(it->second.writers.begin(), it->second.writers.end(), [&](FrameId frame) {
+           return std::find(ancestors.begin(), ancestors.end(), frame) == ancestors.end();
+         });
 }
 
 bool ValueTable::ready(ValueId id) const {
@@ -71,6 +87,7 @@ const std::shared_ptr<CallRecord>& ValueTable::call(ValueId id) const { return a
 
 void ValueTable::reap(std::unordered_map<ValueId, Entry>::iterator entry, Trash& trash) {
   if (entry->second.released && entry->second.ready && entry->second.pins <= 0) {
+    num_writers_ -= entry->second.writers.size();
     trash.push_back(std::move(entry->second));
     entries_.erase(entry);
   }
@@ -100,6 +117,7 @@ ValueTable::Trash ValueTable::clear() {
     trash.push_back(std::move(entry));
   }
   entries_.clear();
+  num_writers_ = 0;
   return trash;
 }
 

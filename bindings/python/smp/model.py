@@ -15,7 +15,7 @@ from .forwards import ReplacedForwards
 from .log import logger
 from .placement import assign
 from .random import with_own_stream
-from .runtime import Runtime
+from .runtime import Runtime, hooks_of
 from .state import state
 
 PARTIAL_KEY = "_smp_is_partial"
@@ -102,6 +102,8 @@ class DistributedModel(nn.Module):
         self._runtime: Runtime | None = None
         self._partitioned = topology.pp_size == 1
         self._checked = False
+        # What code of one rank hooks in later is not known on the others.
+        self._hooks = {m: hooks_of(m) for m in module.modules()}
         self._streams: ReplacedForwards | None = None
         if self._partitioned and state.require_cfg().rng_by_module:
             self._streams = ReplacedForwards([(m, with_own_stream(m.forward)) for m in module.modules()])
@@ -121,7 +123,7 @@ class DistributedModel(nn.Module):
     def _partition(self) -> None:
         if self._partitioned:
             return
-        self._runtime = Runtime(self.module, assign(self.module, state.require_cfg()))
+        self._runtime = Runtime(self.module, assign(self.module, state.require_cfg()), self._hooks)
         self._partitioned = True
 
     def prepare_step(self) -> Runtime | None:
@@ -208,6 +210,9 @@ class DistributedModel(nn.Module):
                     gradient = torch.ones(root.shape, dtype=root.dtype)
                 gradients.append(gradient / count if count > 1 else gradient)
             if self._runtime is not None:
+                # What lies here too: its backward must not run beside that of modules, which add to the same gradients.
+                with torch.enable_grad():
+                    roots = [self._runtime.engine.root(root) for root in roots]
                 gradients = [self._runtime.engine.seed(root, g) for root, g in zip(roots, gradients, strict=True)]
         torch.autograd.backward(roots, gradients)
 

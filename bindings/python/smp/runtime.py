@@ -4,20 +4,22 @@ import functools
 import itertools
 import pickle
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch._C import _functorch
 
 from . import _C, trees
 from .dynamic import is_dynamic
-from .exceptions import SMPFailureError
+from .exceptions import SMPFailureError, SMPUsageError
 from .forwards import ReplacedForwards
 from .log import logger
 from .placement import Assignment
 from .random import with_own_stream
 from .state import state
+from .step_patches import StepPatches
 
 # The engine runs such a module where the largest of its tensors lies.
 _FOLLOWS_DATA = -1
@@ -69,6 +71,7 @@ class _Host:
 
     def __init__(self, runtime: "Runtime") -> None:
         self._runtime = runtime
+        self._told_of_lost_change = False
 
     def run(
         self, index: int, tree: bytes, tensors: list[torch.Tensor], training: bytes
@@ -78,8 +81,33 @@ class _Host:
             if module.training != bool(flag):
                 module.training = bool(flag)
         args, kwargs = trees.unpack(tree, tensors, runtime.modules)
+        before = self._contents(index, args, kwargs)
         result = runtime.forwards[index](*args, **kwargs)
-        return trees.pack(result, runtime.module_numbers, f"the result of module {runtime.names[index]!r}")
+        if before is not None and before != self._contents(index, args, kwargs):
+            self._warn_of_lost_change(index, args, kwargs)
+        tree, tensors = trees.pack(result, runtime.module_numbers, f"the result of module {runtime.names[index]!r}")
+        if runtime.buffers[index]:
+            # Another microbatch may change a buffer before this value of it is used.
+            owned = {b.untyped_storage()._cdata for b in runtime.buffers[index] if not _C.is_remote(b)}
+            tensors = [t.clone() if not _C.is_remote(t) and t.untyped_storage()._cdata in owned else t for t in tensors]
+        return tree, tensors
+
+    def _contents(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the arguments hold, where they hold objects that a module could change; None where they don't, or that was said."""
+        if self._told_of_lost_change or not trees.may_change((*args, *kwargs.values())):
+            return None
+        tree, tensors = trees.pack((args, kwargs), self._runtime.module_numbers, "arguments")
+        return tree, [id(tensor) for tensor in tensors]
+
+    def _warn_of_lost_change(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._told_of_lost_change = True
+        kinds = {type(value).__name__ for value in (*args, *kwargs.values()) if trees.may_change((value,))}
+        logger.warning(
+            "module %r changed an argument (%s): modules get a copy of what is no tensor, so the change is lost. Return what changes; for "
+            "the key-value cache of a Hugging Face model pass use_cache=False",
+            self._runtime.names[index],
+            ", ".join(sorted(kinds)),
+        )
 
     def describe(self, error: BaseException) -> tuple[str, bytes]:
         return describe_error(error)
@@ -88,8 +116,10 @@ class _Host:
         return StepAborted(failure)
 
 
-def _hook_count(module: nn.Module) -> int:
-    return len(module._forward_hooks) + len(module._forward_pre_hooks)
+def hooks_of(module: nn.Module) -> tuple[int, ...]:
+    """The hooks of a module, by the numbers that they got when they were set."""
+    f, p, b, q = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return (*f, *p, *b, *q) if f or p or b or q else ()
 
 
 class Runtime:
@@ -98,7 +128,8 @@ class Runtime:
     Not collective, but every rank must make one for the same model and assignment.
     """
 
-    def __init__(self, module: nn.Module, assignment: Assignment) -> None:
+    def __init__(self, module: nn.Module, assignment: Assignment, hooks: Mapping[nn.Module, tuple[int, ...]]) -> None:
+        """`hooks`: those that are part of the model, on every rank."""
         cfg, topology = state.require_cfg(), state.require_topology()
         named = dict(module.named_modules())
         self.names = list(named)
@@ -119,7 +150,8 @@ class Runtime:
                     parameters[id(parameter)] = (full_name, parameter, self.home[name])
         numbers = {key: i for i, key in enumerate(parameters)}
 
-        infos = []
+        infos: list[tuple[Any, ...]] = []
+        self.buffers = [list(m.buffers()) for m in self.modules]
         self._inline = []
         for name, submodule in named.items():
             # A module without parameters and buffers that nobody placed has no home: it runs where its data lies.
@@ -127,7 +159,7 @@ class Runtime:
             container = len({homes[id(m)] for m in submodule.modules()}) > 1
             follows = name != "" and not states and not container and name not in assignment.manual
             owned = sorted({numbers[id(p)] for p in submodule.parameters()})
-            has_buffers = any(True for _ in submodule.buffers())
+            has_buffers = bool(self.buffers[len(infos)])
             where = _FOLLOWS_DATA if follows else self.home[name]
             infos.append((name, where, container, is_dynamic(submodule), has_buffers, owned))
             self._inline.append(container and self.home[name] == self.partition)
@@ -135,8 +167,7 @@ class Runtime:
         self.parameters = list(parameters.values())
         self._shells = [self._shell(index) for index in range(len(self.modules))]
         self._replaced = ReplacedForwards(zip(self.modules, self._shells, strict=True))
-        # What every rank has, since every rank ran the same script so far.
-        self._hook_counts = [_hook_count(m) for m in self.modules]
+        self._hooks = [hooks.get(m, ()) for m in self.modules]
         self._insides = [[self.module_numbers[id(m)] for m in subtree[1:]] for subtree in self.subtrees]
         self._in_pieces: set[int] = set()
         for full_name, parameter, home in self.parameters:
@@ -159,6 +190,8 @@ class Runtime:
             next(_generations),
         )
 
+        self._patches = StepPatches(self.engine.fetch)
+
     def _shell(self, index: int) -> Callable[..., Any]:
         """`forward` of a module: issues an instruction in the frame of a container, else runs as ever."""
         original = self.forwards[index]
@@ -178,10 +211,10 @@ class Runtime:
         """Has code of this rank hooked into a module inside this one since the model was distributed? Its home knows nothing of that,
         so the module then runs in pieces: its `forward` is glue, the hooked module a call of its own, and the hook sees its result.
         """
-        modules, counts, shells = self.modules, self._hook_counts, self._shells
+        modules, known, shells = self.modules, self._hooks, self._shells
         for i in self._insides[index]:
             module = modules[i]
-            if _hook_count(module) != counts[i] or module.__dict__.get("forward") is not shells[i]:
+            if hooks_of(module) != known[i] or module.__dict__.get("forward") is not shells[i]:
                 if index not in self._in_pieces:
                     self._in_pieces.add(index)
                     logger.info(
@@ -194,6 +227,11 @@ class Runtime:
         return False
 
     def _call(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if _functorch.peek_interpreter_stack() is not None:
+            raise SMPUsageError(
+                f"module {self.names[index]!r} was called inside torch.func.grad, vmap or another transform, but it runs on another rank or "
+                "thread, which knows nothing of the transform: use the transform inside one module"
+            )
         tree, tensors = trees.pack(
             (args, kwargs), self.module_numbers, f"the arguments of module {self.names[index]!r}"
         )
@@ -211,3 +249,4 @@ class Runtime:
         """Stops the engine and gives the modules their own `forward` back. Vacated parameters stay vacated."""
         self.engine.close()
         self._replaced.close()
+        self._patches.close()

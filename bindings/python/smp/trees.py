@@ -47,6 +47,16 @@ class _Unpacker(pickle.Unpickler):
         return self._modules[pid[1]]
 
 
+_FIXED = (torch.Tensor, nn.Module, bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
+
+
+def may_change(values: Sequence[Any]) -> bool:
+    """Could code that gets these values change one that is no tensor?"""
+    return any(
+        not isinstance(value, _FIXED) and (not isinstance(value, tuple) or may_change(value)) for value in values
+    )
+
+
 def pack(tree: Any, module_numbers: Mapping[int, int], what: str) -> tuple[bytes, list[torch.Tensor]]:
     """The bytes of a tree, and its tensors in the order of their numbers.
 

@@ -144,9 +144,9 @@ TEST(WireOfInstruction, only_calls_and_operators_change_values_in_place) {
 
 TEST(WireOfInstruction, an_unknown_kind_is_refused) {
   Writer writer;
-  Instruction{1, 0, 0, 1, false, {}, 0, End{}}.encode(writer);
+  Instruction{1, 0, 0, 1, false, {}, 0, Close{}}.encode(writer);
   auto bytes = writer.take();
-  bytes.back() = 77;  // the kind: END has no fields after it
+  bytes.back() = 77;  // the kind: CLOSE has no fields after it
   Reader reader(bytes);
   EXPECT_THROW(Instruction::decode(reader), FailureError);
 }

@@ -64,6 +64,7 @@ struct EngineOptions {
 struct CallReport {
   std::string tree;
   std::vector<TensorMeta> outputs;
+  std::vector<std::int32_t> same_as;  // for each output: the input that it is, or -1
   std::vector<std::int32_t> changed;  // inputs that the call changed in place: each is one more output of its node
   std::vector<TensorMeta> changed_metas;
   std::vector<std::uint8_t> reach;  // [edge of node][input]: can a gradient get there
@@ -243,7 +244,8 @@ class Engine {
   void run(const Instruction& instruction, const End& end);
   void run(const Instruction& instruction, const Close& close);
   std::vector<at::Tensor> run_autograd(const Instruction& instruction, CallRecord& record,
-                                       std::vector<at::Tensor> gradients, std::int64_t pass, bool keep_graph);
+                                       std::vector<at::Tensor> gradients, std::int64_t pass, bool keep_graph,
+                                       bool accumulate);
 
   // issue.cpp
   at::Tensor lift(const at::Tensor& x, int home);

@@ -38,6 +38,8 @@ struct Frame {
   std::vector<std::uint8_t> issued;  // for each rank: did it get an instruction
   int open_lanes = 0;                // DONEs that are still to come after the end
   std::vector<Moved> moved;
+  bool accumulate = true;      // of the BACKWARD which opened it
+  bool nests = false;          // outermost: backward work of it opens frames, which may use any rank
   std::uint64_t key = 0;       // of its random numbers
   std::uint64_t num_keys = 0;  // given to instructions of backward
 };

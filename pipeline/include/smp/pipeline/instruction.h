@@ -77,10 +77,11 @@ struct Backward {
   std::vector<ValueId> results;    // one for each input; 0: not wanted
   std::int64_t pass = 0;           // the user's call of backward that this belongs to
   bool keep_graph = false;
+  bool accumulate = true;  // into .grad of parameters; autograd.grad does not
 
   template <typename Archive>
   void fields(Archive& archive) {
-    archive(call, module, gradients, results, pass, keep_graph);
+    archive(call, module, gradients, results, pass, keep_graph, accumulate);
   }
 };
 
@@ -136,8 +137,12 @@ struct Alias {
 /// Last of a lane. Runs when all before it ran and the frames that they opened are done; answers DONE to the frame's
 /// rank.
 struct End {
+  bool closes = false;  // of the outermost frame: nothing of the microbatch can come after it, as CLOSE says otherwise
+
   template <typename Archive>
-  void fields(Archive&) {}
+  void fields(Archive& archive) {
+    archive(closes);
+  }
 };
 
 /// The microbatch is finished on every rank: no contribution to a gradient can come any more.

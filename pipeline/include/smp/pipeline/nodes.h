@@ -36,7 +36,7 @@ class CallNode final : public torch::autograd::Node {
   bool released_ = false;
 };
 
-/// Backward of a move between partitions: moves the gradient back.
+/// Backward of a move between partitions, or of a local tensor that became a remote one: moves the gradient back.
 class MoveNode final : public torch::autograd::Node {
  public:
   explicit MoveNode(int origin) : origin_(origin) {}
@@ -73,6 +73,9 @@ class CaptureNode final : public torch::autograd::Node {
 /// For each root and each output of `capture`: is there a path. Row by row.
 std::vector<std::uint8_t> reachable(const std::vector<torch::autograd::Edge>& roots,
                                     const torch::autograd::Node* capture, std::size_t inputs);
+
+/// Does backward from `root` go on through a tensor of another rank.
+bool issues_below(const torch::autograd::Edge& root);
 
 /// The leaf tensors that backward from `root` may accumulate into.
 std::vector<at::Tensor> leaves_below(const torch::autograd::Edge& root);

@@ -19,6 +19,9 @@ std::uint64_t mix(std::uint64_t key, std::uint64_t number);
 /// The next 64 bits of the stream of this thread: its own (see StreamScope), else the CPU's default generator.
 std::uint64_t draw_key();
 
+/// The generator that is this thread's stream, undefined where the default ones are.
+at::Generator own_stream();
+
 /// The states of some generators, to come back to.
 class RandomState {
  public:

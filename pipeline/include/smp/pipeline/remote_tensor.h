@@ -78,7 +78,7 @@ class RemoteImpl final : public c10::TensorImpl {
   void shallow_copy_from(const c10::intrusive_ptr<c10::TensorImpl>& source) override;
 
  private:
-  const char* tensorimpl_type_name() const override { return "RemoteImpl"; }
+  const char* tensorimpl_type_name() const override { return "a tensor that lives on another partition"; }
 
   Handle handle_;
 };

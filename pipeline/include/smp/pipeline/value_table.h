@@ -26,6 +26,7 @@ class ValueTable {
     bool released = false;
     int pins = 0;
     std::vector<FrameId> loans;
+    std::vector<FrameId> writers;  // frames that change it
   };
   using Trash = std::vector<Entry>;
 
@@ -35,11 +36,16 @@ class ValueTable {
   void unpin(ValueId id, Trash& trash);
   void release(ValueId id, Trash& trash);
   void lend(ValueId id, FrameId frame) { entries_[id].loans.push_back(frame); }
+  /// To a frame that changes it in place: until it gives the value back nobody else reads it.
+  void lend_to_writer(ValueId id, FrameId frame);
   void give_back(ValueId id, FrameId frame);
 
   [[nodiscard]] bool ready(ValueId id) const;
   /// Lent to a frame that is not among `ancestors`.
   [[nodiscard]] bool lent_beyond(ValueId id, const std::vector<FrameId>& ancestors) const;
+  /// Changed by a frame that is not among `ancestors`.
+  [[nodiscard]] bool written_beyond(ValueId id, const std::vector<FrameId>& ancestors) const;
+  [[nodiscard]] bool has_writers() const { return num_writers_ > 0; }
   /// Throw FailureError when there is no such value or call.
   [[nodiscard]] const at::Tensor& value(ValueId id) const;
   [[nodiscard]] const std::shared_ptr<CallRecord>& call(ValueId id) const;
@@ -54,6 +60,7 @@ class ValueTable {
   const Entry& at(ValueId id) const;
 
   std::unordered_map<ValueId, Entry> entries_;
+  std::size_t num_writers_ = 0;
 };
 
 }  // namespace smp::pipeline

@@ -1,0 +1,434 @@
+"""Models that do what models do: fill buffers, change arguments, give arguments back, differentiate inside; against plain PyTorch."""
+
+import contextlib
+import io
+import logging
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from small_net import job, raised
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import smp
+
+WIDTH = 6
+MICROBATCHES = 4
+STEPS = 2
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.silu(self.linear(x))
+
+
+class Model(nn.Module):
+    """`first` and `last` around what a case puts in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = Layer(), Layer()
+        self.make_middle()
+
+    def make_middle(self) -> None:
+        self.middle: nn.Module = Layer()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.middle(self.first(x)))
+
+
+class Pair(nn.Module):
+    """A container of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = Layer(), Layer()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.two(self.one(x))
+
+
+class FillsBuffer(Model):
+    """A local tensor that remote ones are put into, and that is passed on."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.middle(self.first(x))
+        filled = torch.zeros(len(x), WIDTH)
+        for row in range(len(x)):
+            filled[row] = 2 * h[row]
+        return self.last(filled)
+
+
+class FillsWithOwn(Model):
+    """Into what a parameter of this rank made."""
+
+    def make_middle(self) -> None:
+        super().make_middle()
+        self.own = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.middle(self.first(x))
+        filled = self.own * torch.ones(len(x), WIDTH)
+        filled[0] = h[0] + h[1]
+        return self.last(filled)
+
+
+class PairThatFills(Pair):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.one(x)
+        filled = torch.zeros(len(x), WIDTH)
+        filled[1] = h[0] + x[0]
+        return self.two(filled)
+
+
+class FillsInContainer(Model):
+    def make_middle(self) -> None:
+        self.middle = PairThatFills()
+
+
+class PairThatChanges(Pair):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.add_(1)
+        return super().forward(x)
+
+
+class ChangesInContainer(Model):
+    """The container changes its argument, which its caller uses afterwards."""
+
+    def make_middle(self) -> None:
+        self.middle = PairThatChanges()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        return self.last(self.middle(h) + h)
+
+
+class GivesArgumentBack(Model):
+    """What a module returns is its argument, changed in place afterwards."""
+
+    def make_middle(self) -> None:
+        super().make_middle()
+        self.same, self.off = nn.Identity(), nn.Dropout(0.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        shortcut = self.off(self.same(h))
+        h.mul_(2)
+        return self.last(self.middle(h) + shortcut)
+
+
+class ReturnsBuffer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.mean.mul_(0.9).add_(x.detach().mean(0))
+        return self.linear(x), self.mean
+
+
+class UsesReturnedBuffer(Model):
+    def make_middle(self) -> None:
+        self.middle = ReturnsBuffer()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h, mean = self.middle(self.first(x))
+        return self.last(h) * mean
+
+
+class Conjugates(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.complex(self.linear(x), x).conj()
+
+
+class Complex(Model):
+    def make_middle(self) -> None:
+        self.middle = Conjugates()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        z = self.middle(self.first(x))
+        return self.last(z.real + z.imag)
+
+
+class GradientInside(Model):
+    """autograd.grad in glue: nothing may be added to gradients."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        y = self.middle(h)
+        (g,) = torch.autograd.grad(y.sum(), h, retain_graph=True)
+        return self.last(y + g)
+
+
+class Packed(Model):
+    def make_middle(self) -> None:
+        self.middle = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        sequence = torch.stack([h, h * 2], 1)
+        out, _ = self.middle(sequence)
+        return self.last(out.sum(1))
+
+
+class Recomputes(Model):
+    """Recomputation in glue, of modules here and elsewhere."""
+
+    how: dict[str, Any] | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def run(h: torch.Tensor) -> torch.Tensor:
+            return F.dropout(self.last(F.dropout(self.middle(h), 0.5)), 0.5)
+
+        h = self.first(x)
+        return run(h) if self.how is None else checkpoint(run, h, **self.how)
+
+
+MODELS = {
+    model.__name__: model
+    for model in (
+        FillsBuffer, FillsWithOwn, FillsInContainer, ChangesInContainer, GivesArgumentBack, UsesReturnedBuffer, Complex, GradientInside, Packed,
+    )
+}  # fmt: skip
+
+# Who is away from partition 0.
+HOMES = {
+    "middle": {"middle": 1},
+    "others": {"first": 1, "last": 1},
+    "inside": {"middle": 1, "middle.one": 0, "middle.two": 1},
+}
+
+
+def make(name: str) -> Model:
+    torch.manual_seed(0)
+    return MODELS[name]()
+
+
+def make_batch(step: int) -> torch.Tensor:
+    return torch.randn(3 * MICROBATCHES, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+def distribute(net: nn.Module, homes: str) -> smp.DistributedModel:
+    for path, home in HOMES[homes].items():
+        smp.set_partition(net.get_submodule(path), home)
+    return smp.DistributedModel(net)
+
+
+@smp.step
+def train_step(model, x):
+    loss = model(x).square().mean()
+    model.backward(loss)
+    return loss
+
+
+def outcome(losses: list[torch.Tensor], parameters: Any) -> dict[str, Any]:
+    return {
+        "losses": torch.stack(losses),
+        "gradients": {n: p.grad if p.grad is None else p.grad.clone() for n, p in parameters},
+    }
+
+
+def train(name: str, homes: str) -> dict[str, Any]:
+    with job(2, MICROBATCHES):
+        model = distribute(make(name), homes)
+        losses = [loss for step in range(STEPS) for loss in train_step(model, make_batch(step)).outputs]
+        return outcome(losses, model.local_named_parameters())
+
+
+def plain(name: str) -> dict[str, Any]:
+    net, losses = make(name), []
+    for step in range(STEPS):
+        for part in make_batch(step).chunk(MICROBATCHES):
+            loss = net(part).square().mean()
+            (loss / MICROBATCHES).backward()
+            losses.append(loss.detach())
+    return outcome(losses, net.named_parameters())
+
+
+def backward_beside_modules(steps: int) -> list[str]:
+    """What is wrong after steps whose second backward is that of parameters of partition 0 alone, while modules run there."""
+    with job(2, MICROBATCHES):
+        torch.manual_seed(0)
+        net = Model()
+        model = distribute(net, "middle")
+        model._partition()
+
+        @smp.step
+        def step(model, x):
+            loss = model(x).square().mean()
+            model.backward(loss)
+            penalty = model.module.first.linear.weight.square().sum()
+            model.backward(penalty)
+            return loss
+
+        torch.manual_seed(0)
+        reference = Model()
+        wrong = []
+        for seed in range(steps):
+            step(model, make_batch(seed))
+            for part in make_batch(seed).chunk(MICROBATCHES):
+                loss = reference(part).square().mean()
+                (loss / MICROBATCHES).backward()
+                (reference.first.linear.weight.square().sum() / MICROBATCHES).backward()
+            expected = dict(reference.named_parameters())
+            wrong += [
+                f"{name} in step {seed}"
+                for name, p in model.local_named_parameters()
+                if not torch.allclose(p.grad, expected[name].grad, rtol=1e-4, atol=1e-6)
+            ]
+            model.zero_grad(set_to_none=True)
+            reference.zero_grad(set_to_none=True)
+    return wrong
+
+
+class Either(Layer):
+    """Which argument it uses depends on data."""
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return super().forward(a if a.detach()[0, 0] > a.detach()[1, 0] else b)
+
+
+class UsesEither(Model):
+    def make_middle(self) -> None:
+        self.middle = Either()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        return self.last(self.middle(h, -2 * h))
+
+
+def reach_that_varies() -> dict[str, Any]:
+    """The message of the step in which it shows, and the outcome afterwards."""
+    with job(2, MICROBATCHES):
+        torch.manual_seed(0)
+        model = distribute(UsesEither(), "middle")
+        message = raised(train_step, model, make_batch(0))
+        model.zero_grad(set_to_none=True)
+        losses = [loss for step in range(STEPS) for loss in train_step(model, make_batch(step)).outputs]
+        return {"message": message, **outcome(losses, model.local_named_parameters())}
+
+
+def plain_either() -> dict[str, Any]:
+    MODELS["UsesEither"] = UsesEither
+    return plain("UsesEither")
+
+
+def recompute(how: dict[str, Any] | None) -> dict[str, Any]:
+    with job(2, MICROBATCHES):
+        torch.manual_seed(0)
+        net = Recomputes()
+        net.how = how
+        model = distribute(net, "middle")
+        torch.manual_seed(1)
+        losses = [loss for step in range(STEPS) for loss in train_step(model, make_batch(step)).outputs]
+        return outcome(losses, model.local_named_parameters())
+
+
+def looking_at_a_tensor() -> dict[str, Any]:
+    """Texts of a remote tensor, and what other reads say; on rank 0."""
+    texts: dict[str, Any] = {}
+    with job(2, 1):
+        model = distribute(Model(), "middle")
+
+        @smp.step
+        def look(model, x):
+            h = model.module.middle(model.module.first(x))
+            texts["inside"] = str(h)
+            texts["numpy"] = raised(h.detach().numpy)
+            texts["same"] = str(torch.empty(h.shape).copy_(h.detach()))
+            texts["transform"] = raised(torch.func.grad(lambda r: model.module.middle(r).sum()), torch.ones(2, WIDTH))
+            texts["kept"] = h.detach()
+            return h
+
+        look(model, make_batch(0))
+        if "kept" in texts:
+            texts["outside"] = str(texts.pop("kept"))
+    return texts
+
+
+def inference() -> list[bool]:
+    """Evaluation under inference_mode, around the step and inside it."""
+    equal = []
+    with job(2, MICROBATCHES):
+        torch.manual_seed(0)
+        net = Model()
+        torch.manual_seed(0)
+        reference = Model()
+        model = distribute(net, "middle")
+
+        @smp.step
+        def inside(model, x):
+            with torch.inference_mode():
+                return model(x)
+
+        @smp.step
+        def around(model, x):
+            return model(x)
+
+        for _ in range(2):
+            with torch.inference_mode():
+                outputs = around(model, make_batch(0)).outputs
+            outputs += inside(model, make_batch(0)).outputs
+            expected = [reference(part).detach() for part in make_batch(0).chunk(MICROBATCHES)] * 2
+            equal.append(all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True)))
+    return equal
+
+
+def hook_before_the_first_step() -> list[bool]:
+    """Outputs of a layer inside a module elsewhere, caught by a hook that was set before the first step; on rank 0."""
+    caught, expected = [], []
+    with job(2, 2):
+        torch.manual_seed(0)
+        net = Model()
+        net.middle = Pair()
+        model = distribute(net, "middle")
+        net.middle.one.register_forward_hook(lambda module, args, output: caught.append(output))
+
+        @smp.step
+        def step(model, x):
+            caught.clear()
+            out = model(x)
+            expected.append(model.module.middle.one(model.module.first(x)))
+            return out, caught[0], expected[-1]
+
+        _, found, right = step(model, make_batch(0)[:4])
+    return [torch.equal(a, b) for a, b in zip(found.outputs, right.outputs, strict=True)]
+
+
+class Appends(Layer):
+    def forward(self, x: torch.Tensor, seen: list[torch.Tensor]) -> torch.Tensor:
+        seen.append(x)
+        return super().forward(x)
+
+
+class KeepsList(Model):
+    def make_middle(self) -> None:
+        self.middle = Appends()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.middle(self.first(x), []))
+
+
+def lost_change() -> str:
+    """What this rank logs when a module changes a list that it was given."""
+    log = io.StringIO()
+    handler = logging.StreamHandler(log)
+    logger = logging.getLogger("smp")
+    logger.addHandler(handler)
+    with contextlib.ExitStack() as stack:
+        stack.callback(logger.removeHandler, handler)
+        with job(2, MICROBATCHES):
+            model = distribute(KeepsList(), "middle")
+            for step in range(STEPS):
+                train_step(model, make_batch(step))
+    return log.getvalue()

@@ -1,0 +1,67 @@
+"""What modules and glue do in real models is right, or refused."""
+
+import module_cases
+import pytest
+import torch
+
+
+def check_same(outcomes, expected):
+    found = {name: gradient for outcome in outcomes for name, gradient in outcome["gradients"].items()}
+    for outcome in outcomes:
+        assert torch.equal(outcome["losses"], expected["losses"])
+    assert found.keys() == expected["gradients"].keys()
+    for name, gradient in expected["gradients"].items():
+        assert (found[name] is None) == (gradient is None), name
+        assert gradient is None or torch.allclose(found[name], gradient, rtol=1e-5, atol=1e-7), name
+
+
+@pytest.mark.parametrize("homes", module_cases.HOMES)
+@pytest.mark.parametrize("name", module_cases.MODELS)
+def test_it_is_as_in_plain_pytorch(clusters, name, homes):
+    if homes == "inside" and name not in ("FillsInContainer", "ChangesInContainer"):
+        homes = "middle"  # has no children there
+    check_same(clusters(2).run(module_cases.train, name, homes), module_cases.plain(name))
+
+
+def test_a_backward_of_this_rank_alone_does_not_disturb_modules(clusters):
+    assert clusters(2).run(module_cases.backward_beside_modules, 60) == [[], []]
+
+
+def test_a_gradient_that_reaches_another_argument_than_before_is_named_and_then_right(clusters):
+    outcomes = clusters(2).run(module_cases.reach_that_varies)
+    for outcome in outcomes:
+        kind, message = outcome.pop("message")
+        assert kind == "SMPUsageError" and "argument" in message and "'middle' got a gradient" in message
+        assert "smp.set_dynamic" in message
+    check_same(outcomes, module_cases.plain_either())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputation_in_glue_draws_the_same_again(clusters, reentrant):
+    plain = clusters(2).run(module_cases.recompute, None)
+    recomputed = clusters(2).run(module_cases.recompute, {"use_reentrant": reentrant})
+    for a, b in zip(plain, recomputed, strict=True):
+        assert torch.equal(a["losses"], b["losses"])
+        assert all(torch.equal(a["gradients"][name], b["gradients"][name]) for name in a["gradients"])
+
+
+def test_a_remote_tensor_can_be_printed_and_other_reads_say_what_to_do(clusters):
+    texts, _ = clusters(2).run(module_cases.looking_at_a_tensor)
+    assert texts["inside"].startswith("tensor([[") and texts["inside"].split(", grad_fn")[0] in texts["same"] + ","
+    assert "another partition" in texts["outside"] and "size=(12, 6)" in texts["outside"]
+    assert "return it from the @smp.step function" in texts["numpy"][1]
+    assert texts["transform"][0] == "SMPUsageError" and "torch.func.grad" in texts["transform"][1]
+
+
+def test_inference_mode(clusters):
+    assert clusters(2).run(module_cases.inference) == [[True, True]] * 2
+
+
+def test_a_hook_that_is_set_before_the_first_step_sees_its_own_microbatch(clusters):
+    assert clusters(2).run(module_cases.hook_before_the_first_step)[0] == [True, True]
+
+
+def test_a_change_of_an_argument_that_is_lost_is_said_once(clusters):
+    here, there = clusters(2).run(module_cases.lost_change)
+    assert here == "" or "changed an argument" not in here
+    assert there.count("module 'middle' changed an argument (list)") == 1
