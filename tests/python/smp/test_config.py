@@ -25,6 +25,7 @@ def error_of(config: dict[str, Any] | None = None, launch: dict[str, Any] | None
 # Every documented key with its default, as in section 1.3 of the public documentation.
 DEFAULTS = {
     "stall_timeout": 300.0,  # this library's own
+    "rng_by_module": False,  # likewise
     "partitions": 1,
     "pipeline_parallel_degree": 1,
     "microbatches": 1,
@@ -152,6 +153,7 @@ def test_environment_variable_must_be_a_json_object(text: str) -> None:
 WRONG_VALUES = [
     ("stall_timeout", -1, "a number of at least 0"),
     ("stall_timeout", "long", "a number of at least 0"),
+    ("rng_by_module", 1, "true or false"),
     ("partitions", 0, "an integer of at least 1"),
     ("partitions", True, "an integer of at least 1"),
     ("pipeline_parallel_degree", -1, "an integer of at least 1"),
@@ -199,6 +201,7 @@ def test_placements_are_accepted(placement: str) -> None:
 
 SUPPORTED_VALUES = [
     ("stall_timeout", 2.5),
+    ("rng_by_module", True),
     ("pipeline", "simple"),
     ("optimize", "speed"),
     ("memory_weight", 1),
