@@ -62,6 +62,8 @@ def launch(
             "smp.launch was called in a process that is itself a rank: call it once, in the main process, under "
             '`if __name__ == "__main__":`, since the ranks import the script'
         )
+    if not isinstance(args, Sequence) or isinstance(args, str | bytes):
+        raise SMPUsageError(f"smp.launch got args={args!r}: it must be a sequence, so one argument is args=({args!r},)")
     try:
         task = pickle.dumps((function, tuple(args), dict(kwargs or {})))
     except Exception as error:

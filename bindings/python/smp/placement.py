@@ -178,7 +178,8 @@ def partition(index: int) -> AbstractContextManager[None]:
 def set_partition(module: nn.Module, index: int) -> None:
     """Places a module that exists on partition `index`, with all below it that is not marked itself.
 
-    Like `smp.partition`, for models that are created elsewhere. To be called before the model is partitioned.
+    Like `smp.partition`, for models that are created elsewhere. To be called before the model is partitioned. Followed when the
+    configuration has `auto_partition: False`.
 
     Raises:
         SMPUsageError: `module` is no module, `index` is out of range, or the model is partitioned already.
@@ -234,6 +235,13 @@ def assign(module: nn.Module, cfg: Config) -> Assignment:
     modules = dict(module.named_modules())
     tree = _make_tree(modules)
     manual: set[str] = set()
+    marked = [name for name, submodule in modules.items() if submodule.__dict__.get(_MARK, _NOT_MARKED) != _NOT_MARKED]
+    if cfg.auto_partition and marked and (state.topology is None or state.topology.rank == 0):
+        logger.warning(
+            "%d modules are placed by hand (%r first), which has no effect while auto_partition is True: set auto_partition to False in smp.init",
+            len(marked),
+            marked[0],
+        )
     if cfg.auto_partition:
         homes = _C.partition_tree(tree, cfg.partitions, cfg.memory_weight)
     else:

@@ -116,12 +116,15 @@ def test_lazy_parameters_are_refused_by_name() -> None:
         assign(nn.Sequential(nn.LazyLinear(3)), config(2))
 
 
-def test_marks_are_ignored_with_auto_partition() -> None:
+def test_marks_are_ignored_with_auto_partition_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
     plain = chain(4, 4, 4, 4)
     with partition(1):
         marked = chain(4, 4, 4, 4)
+    expected = assign(plain, config(2)).home
+    assert "by hand" not in caplog.text
     assignment = assign(marked, config(2))
-    assert assignment.home == assign(plain, config(2)).home
+    assert "set auto_partition to False" in caplog.text
+    assert assignment.home == expected
     assert assignment.manual == set()
 
 

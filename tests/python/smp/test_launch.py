@@ -62,6 +62,12 @@ def test_a_function_that_does_not_pickle_is_refused():
         smp.launch(lambda: 0, 2)
 
 
+@pytest.mark.parametrize("args", [3, "text"])
+def test_arguments_that_are_no_sequence_are_refused(args):
+    with pytest.raises(smp.SMPUsageError, match="must be a sequence"):
+        smp.launch(launch_cases.without_library, 2, args)
+
+
 def test_a_rank_can_not_launch():
     with pytest.raises(smp.SMPUsageError, match="itself a rank"):
         smp.launch(launch_cases.launch_again, 2)
