@@ -7,13 +7,12 @@ rank; the stack has none of it. Both have the same weights and are cut at the sa
 """
 
 import argparse
-import os
-import platform
 import statistics
 import time
 
 import torch
 import torch.nn.functional as F
+from environment import describe
 from gpt_stack import BLOCKS, HEADS, SIZES, VOCABULARY, Size
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -115,10 +114,7 @@ def main() -> None:
                 print(f"loss of {name}: {loss.reduce_mean().item():.6f}")
     if smp.rank() == 0:
         medians = {name: statistics.median(values) for name, values in seconds.items()}
-        print(
-            f"torch {torch.__version__}, transformers {transformers_version}, Python {platform.python_version()}, {os.cpu_count()} cores, "
-            "2 ranks of 1 thread"
-        )
+        print(describe(f"transformers {transformers_version}", "2 ranks of 1 thread"))
         print(f"size {options.size} {size}, {options.microbatches} microbatches; median of {options.repeats} steps")
         for name, median in medians.items():
             print(f"{name:12} {median * 1e3:8.1f} ms a step")

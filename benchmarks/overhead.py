@@ -9,12 +9,12 @@ rank 1. Both with different numbers of layers and microbatches, evaluated (forwa
 
 import argparse
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
 
 import torch
+from environment import describe
 from gpt_stack import SIZES, VOCABULARY, Model, loss_of
 from torch import nn
 
@@ -128,9 +128,8 @@ def main() -> None:
     parser.add_argument("--one-partition", action="store_true", help="only that; start it without a launcher")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    environment = f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores"
     if options.one_partition:
-        print(f"{environment}, 1 rank of 1 thread")
+        print(describe("1 rank of 1 thread"))
         for size in ("medium", "small"):
             ratios = one_partition(size, 5 * options.repeats)
             print(f"one partition, {size}: {statistics.median(ratios):.3f} times the time of a plain loop")
@@ -142,9 +141,8 @@ def main() -> None:
             costs = [(a - b) / layers / microbatches * 1e6 for a, b in zip(with_layers, without, strict=True)]
             rows.append((kind.__name__, layers, microbatches, *costs))
     if int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("RANK", "0"))) == 0:
-        print(
-            f"{environment}, 2 ranks of 1 thread; median of {options.repeats} steps, less those of a chain of no layers"
-        )
+        print(describe("2 ranks of 1 thread"))
+        print(f"median of {options.repeats} steps, less those of a chain of no layers")
         print(f"{'µs a layer':10} {'layers':>6} {'microbatches':>12} {'forward':>8} {'and backward':>12}")
         for name, layers, microbatches, forward, both in rows:
             print(f"{name:10} {layers:6} {microbatches:12} {forward:8.1f} {both:12.1f}")

@@ -8,13 +8,13 @@ processes at once. The bound of a pipeline of p ranks and m microbatches is m / 
 
 import argparse
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from environment import describe
 from gpt_stack import SIZES, VOCABULARY, Model, loss_of
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
@@ -131,9 +131,7 @@ def main() -> None:
 
 def report(options: argparse.Namespace, seconds: dict[str, list[float]]) -> None:
     m, p = options.microbatches, 2
-    print(
-        f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores, {p} ranks of 1 thread"
-    )
+    print(describe(f"{p} ranks of 1 thread"))
     print(
         f"size {options.size} {SIZES[options.size]}, {m} microbatches; median (lowest - highest) of {options.repeats} measurements"
     )

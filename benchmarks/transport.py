@@ -10,7 +10,6 @@ take turns; the median of the time of one way counts.
 
 import argparse
 import os
-import platform
 import statistics
 import sys
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from environment import describe
 
 import smp
 from smp.launchers import Launch, Store
@@ -57,9 +57,7 @@ def main() -> None:
     dist.init_process_group("gloo", rank=rank, world_size=2)
 
     if rank == 0:
-        print(
-            f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores; median of {options.repeats}"
-        )
+        print(describe(f"median of {options.repeats}"))
         print(
             f"{'bytes':>10} {'MPI':>10} {'smp mpi':>10} {'Gloo':>10} {'smp tcp':>10}   (µs one way)   mpi/MPI   tcp/Gloo   GB/s: mpi, tcp"
         )

@@ -396,9 +396,7 @@ std::vector<std::vector<at::Tensor>> run_operator(const Op& op, const std::funct
   for (const auto& result : stack) {
     results.push_back(result.isTensorList() ? result.toTensorVector() : std::vector<at::Tensor>{result.toTensor()});
     for (auto& x : results.back()) {
-      if (x.defined() && (x.is_conj() || x.is_neg())) {  // views that their issuer takes for plain tensors
-        x = x.resolve_conj().resolve_neg();
-      }
+      x = x.defined() ? resolved(x) : x;
     }
   }
   return results;

@@ -26,10 +26,9 @@ std::vector<ReleaseQueue::Release> ReleaseQueue::take() {
 RemoteImpl::RemoteImpl(Handle handle, const TensorMeta& meta)
     : TensorImpl(remote_keys(), c10::scalarTypeToTypeMeta(meta.dtype), c10::Device(c10::DeviceType::CPU)),
       handle_(std::move(handle)) {
-  release_storage_and_set_meta_custom_data_ptr_error_msg_(
-      std::string("the data of a tensor that lives on another partition was asked for: read it with .item(), copy it "
-                  "into a local tensor "
-                  "(torch.empty(x.shape).copy_(x)), or return it from the @smp.step function"));
+  release_storage_and_set_meta_custom_data_ptr_error_msg_(std::string(
+      "the data of a tensor that lives on another partition was asked for: read it with .item(), copy it into "
+      "a local tensor (torch.empty(x.shape, dtype=x.dtype).copy_(x)), or return it from the @smp.step function"));
   set_storage_access_should_throw();
   set_sizes_and_strides(meta.sizes, meta.strides, meta.storage_offset);
 }

@@ -105,15 +105,12 @@ void Engine::run(const Instruction& instruction, const Call& call) {
     {
       const ModeScope modes(call.modes);
       outcome = host_->run(call.module, call.tree, inputs, call.training);
-      for (const auto& output : outcome.outputs) {
-        report.same_as.push_back(input_that_is(output));
+      for (const auto& given : outcome.outputs) {
+        report.same_as.push_back(input_that_is(given));
+        const auto output = is_remote(given) ? given : resolved(given);
         // What a container gives back lies here, wherever it was made.
         const bool bring = frame && (is_remote(output) || output.requires_grad());
         outputs.push_back(bring ? to_home(output, partition_) : output);
-        if (!is_remote(output) &&
-            (output.is_conj() || output.is_neg())) {  // views that their issuer takes for plain tensors
-          outputs.back() = output.resolve_conj().resolve_neg();
-        }
       }
     }
     report.tree = std::move(outcome.tree);

@@ -60,8 +60,12 @@ TensorMeta travelled(const TensorMeta& meta) {
   return dense;
 }
 
+at::Tensor resolved(const at::Tensor& tensor) {
+  return tensor.is_conj() || tensor.is_neg() ? tensor.resolve_conj().resolve_neg() : tensor;
+}
+
 at::Tensor pack(const at::Tensor& tensor) {
-  const auto plain = tensor.is_conj() || tensor.is_neg() ? tensor.resolve_conj().resolve_neg() : tensor;
+  const auto plain = resolved(tensor);
   const auto meta = travelled(TensorMeta::of(plain));
   const auto elements = span(meta);
   auto bytes = at::empty({elements * static_cast<std::int64_t>(c10::elementSize(meta.dtype))}, c10::ScalarType::Byte);

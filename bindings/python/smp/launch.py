@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -128,7 +128,7 @@ class _Ranks:
                 if process.is_alive():
                     process.kill()
 
-    def _raise(self, rank: int, answer: bytes) -> None:
+    def _raise(self, rank: int, answer: bytes) -> NoReturn:
         if not answer:
             self._processes[rank].join(_LAST_WORDS_S)
             code = self._processes[rank].exitcode

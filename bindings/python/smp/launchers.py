@@ -72,7 +72,10 @@ def _number(name: str, default: int | None = None) -> int | None:
 
 
 def _torchrun() -> Launch | None:
-    return _variables() if "TORCHELASTIC_RUN_ID" in os.environ else None
+    """Also of one rank: then what started torchrun, once for each node say, does not count."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    return _variables() or Launch("torchrun", 0, 1, 0, 1, None)
 
 
 def _variables() -> Launch | None:

@@ -12,15 +12,21 @@ def check_same(outcomes, expected):
     assert found.keys() == expected["gradients"].keys()
     for name, gradient in expected["gradients"].items():
         assert (found[name] is None) == (gradient is None), name
-        assert gradient is None or torch.allclose(found[name], gradient, rtol=1e-5, atol=1e-7), name
+        assert gradient is None or torch.equal(found[name], gradient), name
 
 
-@pytest.mark.parametrize("homes", module_cases.HOMES)
-@pytest.mark.parametrize("name", module_cases.MODELS)
+CASES = [
+    (name, homes)
+    for name, model in module_cases.MODELS.items()
+    for homes in module_cases.HOMES
+    if homes != "inside" or hasattr(model().middle, "one")
+]
+
+
+@pytest.mark.parametrize(("name", "homes"), CASES)
 def test_it_is_as_in_plain_pytorch(clusters, name, homes):
-    if homes == "inside" and name not in ("FillsInContainer", "ChangesInContainer"):
-        homes = "middle"  # has no children there
-    check_same(clusters(2).run(module_cases.train, name, homes), module_cases.plain(name))
+    expected = module_cases.plain(module_cases.MODELS[name])
+    check_same(clusters(2).run(module_cases.train, name, homes), expected)
 
 
 def test_a_backward_of_this_rank_alone_does_not_disturb_modules(clusters):
@@ -33,7 +39,7 @@ def test_a_gradient_that_reaches_another_argument_than_before_is_named_and_then_
         kind, message = outcome.pop("message")
         assert kind == "SMPUsageError" and "argument" in message and "'middle' got a gradient" in message
         assert "smp.set_dynamic" in message
-    check_same(outcomes, module_cases.plain_either())
+    check_same(outcomes, module_cases.plain(module_cases.UsesEither))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -47,7 +53,7 @@ def test_recomputation_in_glue_draws_the_same_again(clusters, reentrant):
 
 def test_a_remote_tensor_can_be_printed_and_other_reads_say_what_to_do(clusters):
     texts, _ = clusters(2).run(module_cases.looking_at_a_tensor)
-    assert texts["inside"].startswith("tensor([[") and texts["inside"].split(", grad_fn")[0] in texts["same"] + ","
+    assert texts["inside"] == texts["same"]
     assert "another partition" in texts["outside"] and "size=(12, 6)" in texts["outside"]
     assert "return it from the @smp.step function" in texts["numpy"][1]
     assert texts["transform"][0] == "SMPUsageError" and "torch.func.grad" in texts["transform"][1]
@@ -63,5 +69,5 @@ def test_a_hook_that_is_set_before_the_first_step_sees_its_own_microbatch(cluste
 
 def test_a_change_of_an_argument_that_is_lost_is_said_once(clusters):
     here, there = clusters(2).run(module_cases.lost_change)
-    assert here == "" or "changed an argument" not in here
+    assert "changed an argument" not in here
     assert there.count("module 'middle' changed an argument (list)") == 1

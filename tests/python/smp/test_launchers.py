@@ -69,7 +69,7 @@ def test_of_two_launchers_the_inner_one_counts(launched):
     assert launched(**SLURM, PMI_RANK="1", PMI_SIZE="3").launcher == "mpirun"
     # A batch script runs once, not in a step.
     assert launched(SLURM_PROCID="0", SLURM_NTASKS="4").size == 1
-    assert launched(**{**TORCHRUN, "WORLD_SIZE": "1", "RANK": "0"}).size == 1
+    assert launched(**OPEN_MPI, **SLURM, **{**TORCHRUN, "WORLD_SIZE": "1", "RANK": "0"}).size == 1
 
 
 @pytest.mark.parametrize(

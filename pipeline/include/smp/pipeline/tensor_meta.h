@@ -32,6 +32,10 @@ struct TensorMeta {
 /// tensors), so that kernels on the other rank sum in the same order; otherwise the copy is contiguous.
 TensorMeta travelled(const TensorMeta& meta);
 
+/// `tensor`, or what it means where it is a view that is conjugated or negated only when it is read: other ranks take a
+/// tensor for what its bytes say. Differentiable.
+at::Tensor resolved(const at::Tensor& tensor);
+
 /// A copy of the bytes of `tensor` laid out as `travelled` says: a 1-D uint8 tensor that shares nothing with it.
 at::Tensor pack(const at::Tensor& tensor);
 

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "../../bytes.h"
+#include "../ownership.h"
 
 namespace smp {
 namespace {
@@ -185,13 +186,6 @@ class LocalTransport final : public Transport {
   std::thread::id thread_id_;
 };
 
-// In a forked process the thread does not exist and its locks may be held for ever: nothing can be torn down.
-void destroy_in_owner(LocalTransport* transport) {
-  if (transport->in_owner_process()) {
-    delete transport;
-  }
-}
-
 }  // namespace
 
 std::vector<std::shared_ptr<Transport>> make_local_transports(int size) {
@@ -206,7 +200,7 @@ std::vector<std::shared_ptr<Transport>> make_local_transports(int size) {
   std::vector<std::shared_ptr<Transport>> transports;
   transports.reserve(size);
   for (int rank = 0; rank < size; ++rank) {
-    transports.push_back(std::shared_ptr<LocalTransport>(new LocalTransport(rank, mailboxes), destroy_in_owner));
+    transports.push_back(destroyed_in_owner(std::make_unique<LocalTransport>(rank, mailboxes)));
   }
   return transports;
 }

@@ -5,7 +5,6 @@
 #include <mpi.h>
 #include <pthread.h>
 #include <sched.h>
-#include <signal.h>
 #include <smp/error.h>
 #include <sys/prctl.h>
 
@@ -15,6 +14,7 @@
 #include <mutex>
 #include <utility>
 
+#include "../ownership.h"
 #include "entry.h"
 #include "frame.h"
 #include "incoming.h"
@@ -64,13 +64,7 @@ class MpiTransport final : public Transport {
         crowded_(crowded),
         outgoing_(std::make_unique<Outgoing>(comm, size)),
         incoming_(std::make_unique<Incoming>(comm, size)) {
-    // Signals are for the threads of the program.
-    sigset_t all;
-    sigset_t before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    thread_ = std::thread([this] { run(); });
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    thread_ = start_without_signals([this] { run(); });
     thread_id_ = thread_.get_id();
   }
 
@@ -330,13 +324,6 @@ class MpiTransport final : public Transport {
   std::thread::id thread_id_;
 };
 
-// In a forked process the thread does not exist, its locks may be held for ever and MPI belongs to the parent.
-void destroy_in_owner(MpiTransport* transport) {
-  if (transport->in_owner_process()) {
-    delete transport;
-  }
-}
-
 std::shared_ptr<Transport> make_transport() {
   MPI_Comm comm = MPI_COMM_NULL;
   check(MPI_Comm_dup(MPI_COMM_WORLD, &comm), "MPI_Comm_dup");
@@ -346,7 +333,7 @@ std::shared_ptr<Transport> make_transport() {
   check(MPI_Comm_rank(comm, &rank), "MPI_Comm_rank");
   check(MPI_Comm_size(comm, &size), "MPI_Comm_size");
   const bool crowded = is_crowded(comm);
-  return std::shared_ptr<MpiTransport>(new MpiTransport(comm, rank, size, crowded), destroy_in_owner);
+  return destroyed_in_owner(std::make_unique<MpiTransport>(comm, rank, size, crowded));
 }
 
 }  // namespace

@@ -310,8 +310,8 @@ class Rendezvous {
         events.push_back({guest.socket.get(), POLLIN, 0});
       }
       if (!wait(events, end_)) {
-        throw_failure("rank {} waited {} s for rank(s) {} to connect: they have stopped, or cannot reach {}",
-                      hello_.rank, patience_.count() / 1000, fmt::join(missing, ", "), "this host");
+        throw_failure("rank {} waited {} s for rank(s) {} to connect: they have stopped, or cannot reach this host",
+                      hello_.rank, patience_.count() / 1000, fmt::join(missing, ", "));
       }
       std::vector<Guest> rest;
       for (Guest& guest : guests) {

@@ -4,7 +4,6 @@
 #include <smp/transport.h>
 
 #include <pthread.h>
-#include <signal.h>
 #include <smp/error.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
@@ -20,6 +19,7 @@
 #include <mutex>
 #include <utility>
 
+#include "../ownership.h"
 #include "frame.h"
 #include "incoming.h"
 #include "outgoing.h"
@@ -56,13 +56,7 @@ class TcpTransport final : public Transport {
         watch(EPOLL_CTL_ADD, peers_.back()->socket, EPOLLIN, peer);
       }
     }
-    // Signals are for the threads of the program.
-    sigset_t all;
-    sigset_t before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    thread_ = std::thread([this] { run(); });
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    thread_ = start_without_signals([this] { run(); });
     thread_id_ = thread_.get_id();
   }
 
@@ -332,14 +326,6 @@ class TcpTransport final : public Transport {
   std::thread::id thread_id_;
 };
 
-// In a forked process the thread does not exist, its locks may be held for ever and the connections belong to the
-// parent.
-void destroy_in_owner(TcpTransport* transport) {
-  if (transport->in_owner_process()) {
-    delete transport;
-  }
-}
-
 }  // namespace
 }  // namespace smp::tcp
 
@@ -353,7 +339,7 @@ std::shared_ptr<Transport> make_tcp_transport(int rank, int size, const Exchange
   }
   auto sockets = tcp::connect_ranks(
       rank, size, exchange, patience, check_interrupt ? check_interrupt : [] {});
-  return {new tcp::TcpTransport(rank, std::move(sockets)), tcp::destroy_in_owner};
+  return destroyed_in_owner(std::make_unique<tcp::TcpTransport>(rank, std::move(sockets)));
 }
 
 }  // namespace smp
