@@ -164,6 +164,9 @@ void register_communicator(py::module_& module) {
           },
           py::arg("members"), py::call_guard<py::gil_scoped_release>(),
           "Returns when all members are here. Collective over them.")
+      .def("leave", &Communicator::leave, py::call_guard<py::gil_scoped_release>(),
+           "Tells the other ranks that this one starts no further operation: calls that wait for one raise "
+           "SMPFailureError.")
       .def("fail", &Communicator::fail, py::arg("reason"), py::call_guard<py::gil_scoped_release>(),
            "Wakes all waiting calls on this rank with SMPFailureError; later ones raise it at once.");
 }

@@ -20,6 +20,8 @@
 //     |            | recv()      |               |<-------------|
 //     |    kAck    |             |    kResult    |   kResult    |
 //     |<-----------|             |<--------------|------------->|
+//
+// The last frame of a rank is kLeft. Frames of one rank arrive in their order, so what it owes by then never comes.
 
 namespace smp {
 namespace {
@@ -68,6 +70,8 @@ std::string from_payload(const at::Tensor& payload) {
   return {static_cast<const char*>(payload.const_data_ptr()), static_cast<std::size_t>(payload.numel())};
 }
 
+const char* name_of(auto operation) { return operation == decltype(operation)::kBarrier ? "barrier" : "allgather"; }
+
 }  // namespace
 
 Communicator::Communicator(std::shared_ptr<Transport> transport) : transport_(std::move(transport)) {
@@ -93,6 +97,18 @@ void Communicator::fail(const std::string& reason) {
     failure_ = reason;
   }
   changed_.notify_all();
+}
+
+void Communicator::leave() {
+  try {
+    for (int peer = 0; peer < transport_->size(); ++peer) {
+      if (peer != transport_->rank()) {
+        send_frame(peer, Kind::kLeft, Operation::kAllgather, {}, {});
+      }
+    }
+  } catch (const FailureError&) {
+    // Then the others hear of the failure.
+  }
 }
 
 void Communicator::send(int destination, std::string_view bytes, const Poll& poll) {
@@ -126,7 +142,11 @@ void Communicator::send_objects(const std::vector<int>& destinations, std::strin
     lock.lock();
     wait(lock, poll, [&] {
       return std::none_of(destinations.begin(), destinations.end(), [&](int destination) {
-        return unacknowledged_.count({destination, sequence}) > 0;
+        if (unacknowledged_.count({destination, sequence}) == 0) {
+          return false;
+        }
+        check_present(destination, "sends to");
+        return true;
       });
     });
   } catch (...) {
@@ -142,7 +162,12 @@ std::string Communicator::recv(int source, const Poll& poll) {
   check_peer(source, "receive from");
   std::unique_lock lock(mutex_);
   std::deque<Object>& objects = inbox_[source];
-  wait(lock, poll, [&] { return !objects.empty(); });
+  wait(lock, poll, [&] {
+    if (objects.empty()) {
+      check_present(source, "receives from");
+    }
+    return !objects.empty();
+  });
   Object object = std::move(objects.front());
   objects.pop_front();
   lock.unlock();
@@ -173,12 +198,20 @@ std::vector<std::string> Communicator::gather(Operation operation, std::string_v
   } else {
     send_frame(group.front(), Kind::kContribution, operation, step, to_payload(bytes));
     lock.lock();
-    wait(lock, poll, [&] { return results_.count(step) > 0; });
+    wait(lock, poll, [&] {
+      if (results_.count(step) == 0 && left_.count(group.front()) > 0) {
+        throw FailureError(has_left(group.front(), step, operation));
+      }
+      return results_.count(step) > 0;
+    });
     result = std::move(results_.extract(step).mapped());
     lock.unlock();
   }
-  if (result.mismatch) {
+  if (result.kind == Kind::kMismatch) {
     throw UsageError(result.bytes);
+  }
+  if (result.kind == Kind::kMissing) {
+    throw FailureError(result.bytes);
   }
   std::map<int, std::string> by_rank;
   std::string_view rest = result.bytes;
@@ -193,38 +226,53 @@ std::vector<std::string> Communicator::gather(Operation operation, std::string_v
   return ordered;
 }
 
+std::string Communicator::has_left(int member, const GroupStep& step, Operation operation) const {
+  return fmt::format(
+      "the script of rank {} has ended, but rank {} waits for it in operation {} ({}) of the group of ranks {}. What "
+      "is "
+      "collective, such as model.state_dict(), smp.barrier() or the first step, must be called by all ranks of its "
+      "group.",
+      member, transport_->rank(), step.second, name_of(operation), fmt::join(step.first, ", "));
+}
+
 Communicator::Result Communicator::lead(Operation operation, const GroupStep& step, std::string_view bytes,
                                         const Poll& poll) {
   const std::vector<int>& group = step.first;
-  const auto name = [](Operation called) { return called == Operation::kBarrier ? "barrier" : "allgather"; };
   std::unique_lock lock(mutex_);
-  contributions_[step][transport_->rank()] = {operation, std::string(bytes)};
-  wait(lock, poll, [&] { return contributions_[step].size() == group.size(); });
-  const std::map<int, Contribution> contributions = std::move(contributions_.extract(step).mapped());
-  lock.unlock();
-
+  std::map<int, Contribution>& contributions = contributions_[step];
+  contributions[transport_->rank()] = {operation, std::string(bytes)};
   Result result;
+  wait(lock, poll, [&] {
+    for (const int member : group) {
+      if (contributions.count(member) == 0 && left_.count(member) > 0) {
+        result = {Kind::kMissing, has_left(member, step, operation)};
+        return true;
+      }
+    }
+    return contributions.size() == group.size();
+  });
   for (const auto& [member, contribution] : contributions) {
-    if (contribution.operation != operation) {
-      result.mismatch = true;
-      result.bytes = fmt::format(
-          "operation {} of the group of ranks {}: rank {} called {} but rank {} called {}. All members of a group must "
-          "call the same operations in the same order.",
-          step.second, fmt::join(group, ", "), transport_->rank(), name(operation), member,
-          name(contribution.operation));
-      break;
+    if (result.kind == Kind::kResult && contribution.operation != operation) {
+      result = {
+          Kind::kMismatch,
+          fmt::format("operation {} of the group of ranks {}: rank {} called {} but rank {} called {}. All members "
+                      "of a group must call the same operations in the same order.",
+                      step.second, fmt::join(group, ", "), transport_->rank(), name_of(operation), member,
+                      name_of(contribution.operation))};
     }
   }
-  if (!result.mismatch) {
+  if (result.kind == Kind::kResult) {
     for (const auto& [member, contribution] : contributions) {
       put<std::uint64_t>(result.bytes, contribution.bytes.size());
       result.bytes += contribution.bytes;
     }
   }
+  contributions_.erase(step);
+  lock.unlock();
   const at::Tensor payload = to_payload(result.bytes);
   for (const int member : group) {
     if (member != transport_->rank()) {
-      send_frame(member, result.mismatch ? Kind::kMismatch : Kind::kResult, operation, step, payload);
+      send_frame(member, result.kind, operation, step, payload);
     }
   }
   return result;
@@ -270,7 +318,11 @@ void Communicator::receive(int source, const Message& message) {
         break;
       case Kind::kResult:
       case Kind::kMismatch:
-        results_[step] = {kind == Kind::kMismatch, std::move(bytes)};
+      case Kind::kMissing:
+        results_[step] = {kind, std::move(bytes)};
+        break;
+      case Kind::kLeft:
+        left_.insert(source);
         break;
       default:
         throw_failure("a frame of kind {} between communicators", static_cast<int>(kind));
@@ -306,6 +358,13 @@ void Communicator::check_peer(int peer, const char* what) const {
   }
   if (peer == transport_->rank()) {
     throw_usage("rank {0} cannot {1} itself (rank {0}): name another rank", transport_->rank(), what);
+  }
+}
+
+// The caller holds the mutex.
+void Communicator::check_present(int peer, const char* what) const {
+  if (left_.count(peer) > 0) {
+    throw_failure("rank {} {} rank {}, whose script has ended: it will not answer", transport_->rank(), what, peer);
   }
 }
 

@@ -51,12 +51,13 @@ class _Process:
             return
         if state.model is not None:
             state.model.close()
-        if self.transport is None:
+        if self.transport is None or self.communicator is None:
             return
         if self.failed:
             time.sleep(_LAST_WORDS_S)
             self.transport.abandon()
         else:
+            self.communicator.leave()
             self.transport.close()
 
 

@@ -51,12 +51,17 @@ class Communicator {
   /// Collective over `members` (which holds this rank): returns when all of them are here. Throws as allgather().
   void barrier(const std::vector<int>& members, const Poll& poll = {});
 
+  /// Tells the other ranks that this one starts no further operation: what waits for one of it then throws FailureError
+  /// on all its members. Does not block; called at most once, before the transport is closed. Does nothing after a
+  /// failure.
+  void leave();
+
   /// Wakes all waiting operations, here only, with a FailureError; later ones throw it at once. The first
   /// reason wins. Callable from any thread.
   void fail(const std::string& reason);
 
  private:
-  enum class Kind : std::uint8_t { kObject, kAck, kContribution, kResult, kMismatch };
+  enum class Kind : std::uint8_t { kObject, kAck, kContribution, kResult, kMismatch, kMissing, kLeft };
   enum class Operation : std::uint8_t { kAllgather, kBarrier };
 
   struct Object {
@@ -68,8 +73,8 @@ class Communicator {
     std::string bytes;
   };
   struct Result {
-    bool mismatch = false;
-    std::string bytes;
+    Kind kind = Kind::kResult;
+    std::string bytes;  // after a mismatch, or when a member is missing, what to say
   };
   /// One operation of one group: its sorted members, and its number among the operations of that group.
   using GroupStep = std::pair<std::vector<int>, std::uint64_t>;
@@ -80,6 +85,8 @@ class Communicator {
   void wait(std::unique_lock<std::mutex>& lock, const Poll& poll, const std::function<bool()>& ready);
   void check_peer(int peer, const char* what) const;
   std::vector<int> check_members(const std::vector<int>& members) const;
+  void check_present(int peer, const char* what) const;
+  std::string has_left(int member, const GroupStep& step, Operation operation) const;
   std::vector<std::string> gather(Operation operation, std::string_view bytes, const std::vector<int>& members,
                                   const Poll& poll);
   Result lead(Operation operation, const GroupStep& step, std::string_view bytes, const Poll& poll);
@@ -93,6 +100,7 @@ class Communicator {
   std::map<std::vector<int>, std::uint64_t> next_group_step_;
   std::map<GroupStep, std::map<int, Contribution>> contributions_;  // where this rank is the leader
   std::map<GroupStep, Result> results_;                             // where another rank is
+  std::set<int> left_;
   bool failed_ = false;
   std::string failure_;
 };

@@ -3,6 +3,7 @@
 #include <smp/error.h>
 #include <smp/transport.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <exception>
@@ -235,6 +236,38 @@ TEST(Communicator, poll_is_called_and_what_it_throws_leaves) {
     interrupted = true;
     communicator.send(1, "next");
   });
+}
+
+TEST(Communicator, who_waits_for_a_rank_that_has_left_hears_it) {
+  for (const int leaving : {0, 1, 2}) {
+    run_ranks(3, [&](int rank, Communicator& communicator) {
+      const std::vector<int> all{0, 1, 2};
+      communicator.barrier(all);
+      const int other = 3 - rank - leaving;
+      if (rank == leaving) {
+        communicator.send((leaving + 1) % 3, "before it left");
+        communicator.leave();
+        return;
+      }
+      const std::string name = "rank " + std::to_string(leaving);
+      const auto expect_failure = [&](const std::function<void()>& operation) {
+        try {
+          operation();
+          ADD_FAILURE() << "rank " << rank << " noticed nothing";
+        } catch (const FailureError& error) {
+          EXPECT_NE(std::string(error.what()).find(name), std::string::npos) << error.what();
+        }
+      };
+      if (rank == (leaving + 1) % 3) {
+        EXPECT_EQ(communicator.recv(leaving), "before it left");
+      }
+      expect_failure([&] { communicator.barrier(all); });
+      expect_failure([&] { communicator.allgather("x", all); });
+      expect_failure([&] { communicator.recv(leaving); });
+      expect_failure([&] { communicator.send(leaving, "never taken"); });
+      communicator.barrier({std::min(rank, other), std::max(rank, other)});  // the others go on
+    });
+  }
 }
 
 TEST(Communicator, a_failing_transport_wakes_the_waiting) {

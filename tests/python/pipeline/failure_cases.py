@@ -269,6 +269,25 @@ def leaves_early(rank: int, leave: Callable[[], Any]) -> Callable[[], None]:
     return script
 
 
+def calls_alone(
+    rank: int, before_the_first_step: bool, call: Callable[[smp.DistributedModel], Any]
+) -> Callable[[], None]:
+    """`rank` makes a collective call that the other rank, whose script ends, never makes."""
+
+    def script() -> None:
+        with model_of_the_script() as model:
+            if not before_the_first_step:
+                train_step(model, *make_batch())
+            if smp.rank() == rank:
+                call(model)
+
+    return script
+
+
+def first_step(model: smp.DistributedModel) -> None:
+    train_step(model, *make_batch())
+
+
 def raise_outside() -> None:
     raise EOFError("the data ended")
 
@@ -305,6 +324,10 @@ SCRIPTS: dict[str, Callable[[], None]] = {
     "rank 1 exits": leaves_early(1, lambda: sys.exit(0)),
     "rank 1 exits with 3": leaves_early(1, lambda: sys.exit(3)),
     "rank 1 raises between steps": leaves_early(1, raise_outside),
+    "rank 0 alone asks for the weights": calls_alone(0, False, lambda model: model.state_dict()),
+    "rank 1 alone asks for the weights": calls_alone(1, False, lambda model: model.state_dict()),
+    "rank 0 alone begins the first step": calls_alone(0, True, first_step),
+    "rank 1 alone begins the first step": calls_alone(1, True, first_step),
     "wrong configuration": wrong_configuration,
     "wrong number of ranks": wrong_number_of_ranks,
     "rank 0 is killed": failing_module(first="kill"),

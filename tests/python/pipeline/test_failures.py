@@ -75,7 +75,7 @@ def launch(tmp_path):
             time.sleep(0.1)
         assert result.left_behind() == [], result.text
         assert result.code != 0, result.text
-        assert "reached the end" not in result.text or "one step more" in name, result.text
+        assert "reached the end" not in result.text or "one step more" in name or "alone" in name, result.text
         return result
 
     return run
@@ -123,6 +123,14 @@ def test_a_different_number_of_steps_ends_the_launch(launch, name):
 def test_a_rank_that_exits_early_ends_the_others(launch, name, launcher):
     leaving = int(name[5])
     check_words(launch(name, launcher), [1 - leaving], [f"rank {leaving}"])
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("what", ["asks for the weights", "begins the first step"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_makes_a_collective_call_alone_hears_that_the_other_has_ended(launch, rank, what, launcher):
+    result = launch(f"rank {rank} alone {what}", launcher)
+    check_words(result, [rank], ["SMPFailureError", f"the script of rank {1 - rank} has ended"])
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
