@@ -1,11 +1,11 @@
 """Mixed precision: `smp.amp.GradScaler`."""
 
-import pickle
 from typing import Any
 
 import torch
 
-from .state import state
+from .communication import allgather
+from .ranks import PP_GROUP
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -68,10 +68,7 @@ class GradScaler(torch.amp.GradScaler):
     ) -> float | None:
         # Collective: every rank learns whether any of them found an infinity, and skips the step and backs off together.
         found = optimizer_state["found_inf_per_device"]
-        if state.communicator is not None:
-            mine = any(value.item() for value in found.values())
-            gathered = state.communicator.allgather(pickle.dumps(mine), state.require_topology().group("pp"))
-            if any(pickle.loads(item) for item in gathered):
-                for value in found.values():
-                    value.fill_(1.0)
+        if any(allgather(any(value.item() for value in found.values()), PP_GROUP)):
+            for value in found.values():
+                value.fill_(1.0)
         return super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)

@@ -1,7 +1,6 @@
 """`smp.DistributedModel`: a model whose modules are spread over the ranks of a pipeline."""
 
 import itertools
-import pickle
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -10,13 +9,16 @@ import torch
 from torch import nn
 
 from . import _C
+from .communication import allgather
 from .exceptions import SMPUsageError
 from .forwards import ReplacedForwards
 from .log import logger
 from .placement import assign
 from .random import with_own_stream
+from .ranks import PP_GROUP
 from .runtime import Runtime, hooks_of
 from .state import state
+from .step_patches import RefusedBackward
 
 PARTIAL_KEY = "_smp_is_partial"
 
@@ -104,6 +106,8 @@ class DistributedModel(nn.Module):
         self._checked = False
         # What code of one rank hooks in later is not known on the others.
         self._hooks = {m: hooks_of(m) for m in module.modules()}
+        self._num_calls = 0  # of `forward` that run
+        self._refusal = RefusedBackward(self._is_in_step_function)
         self._streams: ReplacedForwards | None = None
         if self._partitioned and state.require_cfg().rng_by_module:
             self._streams = ReplacedForwards([(m, with_own_stream(m.forward)) for m in module.modules()])
@@ -140,7 +144,7 @@ class DistributedModel(nn.Module):
             for name, p, home in runtime.parameters
         ]
         topology = state.require_topology()
-        for rank, theirs in zip(topology.group("pp"), self._allgather(mine), strict=True):
+        for rank, theirs in zip(topology.group("pp"), allgather(mine, PP_GROUP), strict=True):
             for here, there in itertools.zip_longest(mine, theirs, fillvalue="nothing"):
                 if here != there:
                     raise SMPUsageError(
@@ -150,7 +154,7 @@ class DistributedModel(nn.Module):
 
     def close(self) -> None:
         """Stops what runs for this model on this rank."""
-        for part in (self._runtime, self._streams):
+        for part in (self._runtime, self._streams, self._refusal):
             if part is not None:
                 part.close()
         self._runtime = self._streams = None
@@ -171,7 +175,16 @@ class DistributedModel(nn.Module):
                 "the model was called outside a step: with more than one partition, call it (and model.backward) in a function that is "
                 "decorated with @smp.step"
             )
-        return self.module(*args, **kwargs)
+        self._num_calls += 1
+        try:
+            return self.module(*args, **kwargs)
+        finally:
+            self._num_calls -= 1
+
+    def _is_in_step_function(self) -> bool:
+        if self._runtime is not None:
+            return _C.in_frame()
+        return state.microbatch is not None and self._num_calls == 0
 
     def backward(
         self,
@@ -214,7 +227,7 @@ class DistributedModel(nn.Module):
                 with torch.enable_grad():
                     roots = [self._runtime.engine.root(root) for root in roots]
                 gradients = [self._runtime.engine.seed(root, g) for root, g in zip(roots, gradients, strict=True)]
-        torch.autograd.backward(roots, gradients)
+        self._refusal.original(roots, gradients)
 
     # ---- what is here
 
@@ -282,13 +295,6 @@ class DistributedModel(nn.Module):
                 result[f"{name}.{key}" if name else key] = homes[id(module)]
         return result
 
-    def _allgather(self, value: Any) -> list[Any]:
-        topology = state.require_topology()
-        if state.communicator is None:
-            return [value]
-        gathered = state.communicator.allgather(pickle.dumps(value, protocol=5), topology.group("pp"))
-        return [pickle.loads(item) for item in gathered]
-
     def local_state_dict(self) -> dict[str, Any]:
         """The entries of `state_dict()` that live on this rank, and the mark `_smp_is_partial`."""
         self._partition()
@@ -312,9 +318,8 @@ class DistributedModel(nn.Module):
             return whole
         prefix, homes, here = kwargs.get("prefix", ""), self._home_of_key(self._runtime), self._runtime.partition
         merged: dict[str, Any] = {}
-        for part in self._allgather(
-            {key: value for key, value in whole.items() if homes.get(key.removeprefix(prefix), 0) == here}
-        ):
+        mine = {key: value for key, value in whole.items() if homes.get(key.removeprefix(prefix), 0) == here}
+        for part in allgather(mine, PP_GROUP):
             merged.update(part)
         if gather_to_rank0 and here != 0:
             return {}
@@ -338,7 +343,7 @@ class DistributedModel(nn.Module):
         partial = bool(entries.pop(PARTIAL_KEY, False))
         if partial and not same_partition_load:
             merged: dict[str, Any] = {}
-            for part in self._allgather(entries):
+            for part in allgather(entries, PP_GROUP):
                 merged.update(part)
             entries = merged
         if self._runtime is None and not partial:

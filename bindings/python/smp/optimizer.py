@@ -1,12 +1,13 @@
 """`smp.DistributedOptimizer`: an optimizer of a model that is spread over ranks."""
 
-import pickle
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from .communication import allgather
 from .exceptions import SMPUsageError
+from .ranks import PP_GROUP
 from .state import state
 
 _PARTIAL_KEY = "_smp_is_partial"
@@ -100,12 +101,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.optimizer.add_param_group(param_group)
 
     def _gather(self, part: dict[Any, Any]) -> dict[Any, Any]:
-        if state.communicator is None:
-            return part
-        group = state.require_topology().group("pp")
         merged: dict[Any, Any] = {}
-        for item in state.communicator.allgather(pickle.dumps(part, protocol=5), group):
-            merged.update(pickle.loads(item))
+        for item in allgather(part, PP_GROUP):
+            merged.update(item)
         return merged
 
     def local_state_dict(self) -> dict[str, Any]:

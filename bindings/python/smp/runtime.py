@@ -190,7 +190,7 @@ class Runtime:
             next(_generations),
         )
 
-        self._patches = StepPatches(self.engine.fetch)
+        self._patches = StepPatches(self.engine.fetch, [parameter for _, parameter, _ in self.parameters])
 
     def _shell(self, index: int) -> Callable[..., Any]:
         """`forward` of a module: issues an instruction in the frame of a container, else runs as ever."""

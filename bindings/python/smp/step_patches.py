@@ -1,11 +1,16 @@
-"""What some functions of PyTorch mean while a partitioned model exists: random state, and the text of a tensor."""
+"""What some functions of PyTorch mean while a partitioned model exists: random state, the text of a tensor, a norm over all gradients."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
+from torch.nn.utils import clip_grad, get_total_norm
 
 from . import _C
+from .communication import allgather
+from .exceptions import SMPUsageError
+from .ranks import PP_GROUP
+from .state import state
 
 
 class _StreamOrDefault:
@@ -20,10 +25,78 @@ class _StreamOrDefault:
         return getattr(_C.own_stream() or self._default, name)
 
 
+class _NormsOverAllRanks:
+    """The two halves of `torch.nn.utils.clip_grad_norm_`, for parameters whose gradients lie on several ranks: the norm of them all,
+    which is what it returns, and what every rank clips by. Collective over the ranks of the model then.
+    """
+
+    def __init__(self, parameters: Collection[torch.Tensor]) -> None:
+        self._known = {id(p) for p in parameters}
+        self._halves: tuple[Any, Any] = (clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_)
+        self._norm_type, self._must_be_finite = 2.0, False
+        clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_ = self._norm_here, self._clip
+
+    def _norm_here(
+        self, tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+    ) -> torch.Tensor:
+        self._norm_type, self._must_be_finite = float(norm_type), error_if_nonfinite
+        return self._halves[0](tensors, norm_type, False, foreach)
+
+    def _clip(self, parameters: Any, max_norm: float, total_norm: torch.Tensor, foreach: bool | None = None) -> None:
+        if any(id(p) in self._known for p in parameters):
+            total_norm.copy_(self._norm_everywhere(parameters, foreach))
+        if self._must_be_finite:
+            self._halves[0]([total_norm], self._norm_type, True, foreach)
+        self._halves[1](parameters, max_norm, total_norm, foreach)
+
+    def _norm_everywhere(self, parameters: Sequence[torch.Tensor], foreach: bool | None) -> torch.Tensor:
+        rank = state.require_topology().pp_rank
+        norms = {
+            (i, rank): get_total_norm([p.grad], self._norm_type, False, foreach)
+            for i, p in enumerate(parameters)
+            if p.grad is not None
+        }
+        mine = {key: norm for key, norm in norms.items() if id(parameters[key[0]]) in self._known}
+        for theirs in allgather(mine, PP_GROUP):
+            norms.update(theirs)
+        # In the order of the parameters, as one process would.
+        ordered = [norms[key] for key in sorted(norms)]
+        return torch.linalg.vector_norm(torch.stack(ordered), self._norm_type) if ordered else torch.tensor(0.0)
+
+    def close(self) -> None:
+        clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_ = self._halves
+
+
+class RefusedBackward:
+    """`loss.backward()` is an error in a step function: it would not divide by the number of microbatches, nor wait its turn beside modules.
+
+    Attributes:
+        original: torch.autograd.backward itself.
+    """
+
+    def __init__(self, is_in_step_function: Callable[[], bool]) -> None:
+        self._is_in_step_function = is_in_step_function
+        self.original = torch.autograd.backward
+        torch.autograd.backward = self._backward
+
+    def _backward(self, *args: Any, **kwargs: Any) -> None:
+        # A pass inside a pass is somebody's recomputation.
+        if torch._C._current_graph_task_id() == -1 and self._is_in_step_function():
+            raise SMPUsageError(
+                "backward() of a tensor was called in a step: call model.backward(loss) instead, which averages over microbatches and "
+                "runs on all partitions (model.backward(tensor, gradient) where there is a gradient)"
+            )
+        self.original(*args, **kwargs)
+
+    def close(self) -> None:
+        torch.autograd.backward = self.original
+
+
 class StepPatches:
     """Installed by the model, taken back by `close`."""
 
-    def __init__(self, fetch: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, fetch: Callable[[torch.Tensor], torch.Tensor], parameters: Collection[torch.Tensor]) -> None:
+        self._norms = _NormsOverAllRanks(parameters)
         self._fetch = fetch
         self._default = torch.random.default_generator
         self._text = torch._tensor_str._str
@@ -38,5 +111,6 @@ class StepPatches:
         return self._text(self._fetch(tensor), **options)
 
     def close(self) -> None:
+        self._norms.close()
         torch.random.default_generator = self._default
         torch._tensor_str._str = self._text

@@ -39,6 +39,50 @@ def same(ours: Any, theirs: Any) -> bool:
     return bool(ours == theirs)
 
 
+def clipped_training(partitions: int, norm_type: float) -> list[bool]:
+    """`torch.nn.utils.clip_grad_norm_` in training, against plain PyTorch: norms, gradients and weights."""
+    clip = torch.nn.utils.clip_grad_norm_
+    with job(partitions):
+        net, plain = make_net(), make_net()
+        model = distribute(net)
+        alone = torch.nn.Parameter(torch.ones(3))  # of no model, on every rank
+        other_alone = torch.nn.Parameter(torch.ones(3))
+        optimizer, other = torch.optim.SGD(net.parameters(), lr=0.1), torch.optim.SGD(plain.parameters(), lr=0.1)
+        facts = []
+        for seed in range(3):
+            train_step(model, *make_batch(seed))
+            plain_step(plain, *make_batch(seed))
+            alone.grad, other_alone.grad = torch.full((3,), 0.2), torch.full((3,), 0.2)
+            ours = clip([*model.parameters(), alone], 0.1, norm_type)
+            theirs = clip([*plain.parameters(), other_alone], 0.1, norm_type)
+            expected = dict(plain.named_parameters())
+            facts += [theirs.item() > 0.1, torch.equal(ours, theirs), torch.equal(alone.grad, other_alone.grad)]
+            facts += [torch.equal(p.grad, expected[name].grad) for name, p in model.local_named_parameters()]
+            # Of one partition alone, and of no partition.
+            facts.append(torch.equal(clip(net.second.parameters(), 1e-3), clip(plain.second.parameters(), 1e-3)))
+            facts.append(torch.equal(clip([alone], 1e-3), clip([other_alone], 1e-3)))
+            # What each rank has itself counts once.
+            facts.append(torch.allclose(clip(model.local_parameters(), 1e-4), clip(plain.parameters(), 1e-4)))
+            optimizer.step(), other.step()
+            optimizer.zero_grad(), other.zero_grad()
+        facts.append(same(dict(model.state_dict()), dict(plain.state_dict())))
+    before = torch.nn.utils.clip_grad._get_total_norm.__module__
+    return [*facts, before == "torch.nn.utils.clip_grad"]
+
+
+def clipped_infinity(partitions: int) -> list[tuple[str, str]]:
+    """A gradient that is not finite on partition 1 alone is an error on every rank, where asked for."""
+    with job(partitions):
+        net = make_net()
+        model = distribute(net)
+        train_step(model, *make_batch())
+        if net.second.weight.grad is not None:
+            net.second.weight.grad.fill_(float("inf"))
+        parameters = list(model.parameters())
+        clip = torch.nn.utils.clip_grad_norm_
+        return [raised(clip, parameters, 1.0, error_if_nonfinite=True), str(clip(parameters, 1.0).item())]
+
+
 def scheduled_training(partitions: int, before: bool) -> dict[str, Any]:
     """AdamW with a scheduler against plain PyTorch; the optimizer is made before or after the model is wrapped."""
     facts = {}

@@ -304,6 +304,16 @@ def too_many_gradients(model, x):
     model.backward([out], [torch.ones(()), torch.ones(())])
 
 
+@smp.step
+def plain_backward(model, x):
+    model(x).sum().backward()
+
+
+@smp.step
+def backward_by_function(model, x):
+    torch.autograd.backward([model(x)], [torch.ones(len(x), 3)])
+
+
 def misuse(partitions: int) -> dict[str, tuple[str, str]]:
     """What each mistake raises. Each is followed by a step that works, and in the end gradients are as without them."""
     with job(partitions):
@@ -319,6 +329,8 @@ def misuse(partitions: int) -> dict[str, tuple[str, str]]:
             "missing argument": (train_step, model, x),
             "matrix": (backward_of_a_matrix, model, x),
             "too many gradients": (too_many_gradients, model, x),
+            "loss.backward": (plain_backward, model, x),
+            "torch.autograd.backward": (backward_by_function, model, x),
         }
         messages = {}
         for name, (call, *args) in attempts.items():

@@ -39,6 +39,20 @@ def test_training_resumes_from_saved_state(clusters, partitions, partial):
 
 
 @PARTITIONS
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+def test_gradients_are_clipped_by_the_norm_over_all_ranks(clusters, partitions, norm_type):
+    for outcome in clusters(partitions).run(optimizer_cases.clipped_training, partitions, norm_type):
+        assert outcome == [True] * len(outcome)
+
+
+@PARTITIONS
+def test_a_norm_that_is_not_finite_is_an_error_on_every_rank(clusters, partitions):
+    for (kind, message), norm in clusters(partitions).run(optimizer_cases.clipped_infinity, partitions):
+        assert kind == "RuntimeError" and "non-finite" in message
+        assert norm == "inf"
+
+
+@PARTITIONS
 def test_the_scaler_passes_through_without_an_accelerator(clusters, partitions):
     for outcome in clusters(partitions).run(optimizer_cases.scaler_passes_through, partitions):
         assert outcome == {"enabled": True, "weights": True}

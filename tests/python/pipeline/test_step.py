@@ -131,6 +131,8 @@ EXPECTED_ERRORS = {
     "missing argument": ("TypeError", ["'y'"]),
     "matrix": ("SMPUsageError", ["(4, 3)", "without a gradient"]),
     "too many gradients": ("SMPUsageError", ["1 tensors but 2 grad_tensors"]),
+    "loss.backward": ("SMPUsageError", ["call model.backward(loss) instead"]),
+    "torch.autograd.backward": ("SMPUsageError", ["call model.backward(loss) instead"]),
     "outside": ("SMPUsageError", ["outside a step", "@smp.step"]),
     "backward outside": ("SMPUsageError", ["outside a step", "@smp.step"]),
 }
