@@ -13,8 +13,9 @@ struct Pace {
   std::chrono::microseconds quiet_for{0};  ///< since something was sent or received, or the rank began to wait
 };
 
-/// A rank that computes needs nothing at once: each look takes a core from a thread that computes.
-inline constexpr std::chrono::microseconds kBusyPause{300};
+/// A rank that computes needs nothing before its instruction ends, when it looks anyway; each look takes a core from the
+/// thread that computes, and on a virtual machine some 50 µs of it.
+inline constexpr std::chrono::microseconds kBusyPause{3'000};
 inline constexpr std::chrono::microseconds kTransferPause{50};
 inline constexpr std::chrono::microseconds kCrowdedPause{20};
 inline constexpr std::chrono::microseconds kPollHardFor{1'000};
