@@ -177,6 +177,14 @@ std::shared_ptr<Engine> make_engine(std::shared_ptr<smp::Transport> transport, p
           }};
 }
 
+/// Operators on such a tensor are looked at above autograd, as those on a remote tensor are: in a step it is gathered.
+struct DispatchKeysOf : c10::TensorImpl {
+  static void add(c10::TensorImpl& tensor, c10::DispatchKey key) {
+    constexpr auto kKeys = &DispatchKeysOf::key_set_;
+    tensor.*kKeys = (tensor.*kKeys).add(key);
+  }
+};
+
 /// Frees the memory of a tensor that lives on another rank. Any later read of its data raises `message`. The storage
 /// keeps its size, so that views of the tensor can be made, and raise with the same message when they are read.
 void vacate(const at::Tensor& tensor, const std::string& message) {
@@ -185,6 +193,7 @@ void vacate(const at::Tensor& tensor, const std::string& message) {
   storage->release_data_and_set_meta_custom_data_ptr_error_msg_(message);
   storage->set_throw_on_mutable_data_ptr();
   tensor.unsafeGetTensorImpl()->set_storage_keep_dtype(c10::Storage(std::move(storage)));
+  DispatchKeysOf::add(*tensor.unsafeGetTensorImpl(), c10::DispatchKey::DeferredInit);
 }
 
 /// False after vacate().

@@ -253,7 +253,8 @@ at::Tensor Engine::fetch(const at::Tensor& x) { return is_remote(x) ? end_fetch(
 
 at::Tensor Engine::to_local(const at::Tensor& x) {
   if (!is_remote(x)) {
-    return x;
+    const int home = home_of(x);
+    return home == partition_ ? x : to_local(to_home(x, home));
   }
   auto out = fetch(x);
   if (tracked(x)) {

@@ -85,12 +85,16 @@ bool stays_inline(const at::Tensor& x) { return !is_remote(x) && x.dim() == 0 &&
 // ---- above autograd
 
 void gather_operands(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-  auto* frame = current_frame();
-  bool local = false;
-  if (frame != nullptr) {
+  // Of the result: a parameter that lives elsewhere has the key of this function only, what stands for it has both.
+  bool remote = keys.has(c10::DispatchKey::Fake);
+  if (auto* frame = current_frame(); frame != nullptr) {
     auto& engine = *frame->engine;
     const auto& schema = op.schema();
     const auto arguments = stack->end() - static_cast<std::ptrdiff_t>(schema.arguments().size());
+    const auto travels_inside = [&](const at::Tensor& x) {
+      return stays_inline(x) && engine.home_of(x) == engine.partition();
+    };
+    bool local = false;
     std::vector<at::Tensor> operands;
     std::optional<int> home;
     for (std::size_t i = 0; i < schema.arguments().size(); ++i) {
@@ -109,7 +113,7 @@ void gather_operands(const c10::OperatorHandle& op, c10::DispatchKeySet keys, to
             local = true;
           }
         }
-        if (!stays_inline(x) && !looks_into(schema, i)) {
+        if (!travels_inside(x) && !looks_into(schema, i)) {
           operands.push_back(x);
         }
       }
@@ -118,18 +122,18 @@ void gather_operands(const c10::OperatorHandle& op, c10::DispatchKeySet keys, to
       home = engine.common_home(operands);
     }
     for (std::size_t i = 0; i < schema.arguments().size(); ++i) {
+      if (looks_into(schema, i) || (local && writes(schema.arguments()[i]))) {
+        continue;
+      }
       replace_tensors(arguments[static_cast<std::ptrdiff_t>(i)], [&](const at::Tensor& x) {
-        const bool as_it_is = stays_inline(x) || looks_into(schema, i);
-        return local ? engine.to_local(x) : as_it_is ? x : engine.to_home(x, *home);
+        return local ? engine.to_local(x) : travels_inside(x) ? x : engine.to_home(x, *home);
       });
     }
-  }
-  if (local) {
-    op.callBoxed(stack);
-    return;
+    remote = !local;
   }
   // Not by a guard of this thread: the operators that this one is composed of come through here too, since they may
   // change tensors in place that were made on the way.
+  keys = remote ? keys.add(c10::DispatchKey::Fake) : keys.remove(c10::DispatchKey::Fake);
   op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::DeferredInit),
                      stack);
 }

@@ -194,16 +194,35 @@ class Recomputes(Model):
         return run(h) if self.how is None else checkpoint(run, h, **self.how)
 
 
+class UsesParameters(Model):
+    """Parameters used outside of their modules, alone and with what is here: a penalty, a view, a weight that is borrowed."""
+
+    def make_middle(self) -> None:
+        super().make_middle()
+        self.lender = Layer()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, bias = self.lender.linear.weight, self.lender.linear.bias
+        borrowed = F.linear(x, weight.t(), bias[0].expand(WIDTH))
+        filled = torch.zeros(WIDTH)
+        filled.copy_(bias)
+        h = self.last(self.middle(self.first(borrowed)))
+        penalty = sum(p.square().sum() for p in self.middle.parameters()) + torch.linalg.vector_norm(weight)
+        return h * (1 + filled) + 1e-2 * penalty
+
+
 MODELS = {
     model.__name__: model
     for model in (
         FillsBuffer, FillsWithOwn, FillsInContainer, ChangesInContainer, GivesArgumentBack, UsesReturnedBuffer, Complex, GradientInside, Recurrent,
+        UsesParameters,
     )
 }  # fmt: skip
 
 # Who is away from partition 0.
 HOMES = {
     "middle": {"middle": 1},
+    "lender": {"lender": 1},
     "others": {"first": 1, "last": 1},
     "inside": {"middle": 1, "middle.one": 0, "middle.two": 1},
 }

@@ -18,8 +18,8 @@ def check_same(outcomes, expected):
 CASES = [
     (name, homes)
     for name, model in module_cases.MODELS.items()
-    for homes in module_cases.HOMES
-    if homes != "inside" or hasattr(model().middle, "one")
+    for homes, paths in module_cases.HOMES.items()
+    if all(path in dict(model().named_modules()) for path in paths)
 ]
 
 
