@@ -133,6 +133,7 @@ at::Tensor Engine::to_home(const at::Tensor& x, int home, bool remember) {
       check_failed();  // if that is why, the failure says more
       throw_usage("a tensor of a step that failed, or of a model that was closed, can't be used any more");
     }
+    check_memory(x);
     if (handle_of(x)->home() == home) {
       return x;
     }
@@ -271,7 +272,7 @@ std::string CallReport::encode() const {
   for (auto meta : outputs) {
     meta.fields(writer);
   }
-  writer(same_as, changed);
+  writer(same_as, shares, changed);
   for (auto meta : changed_metas) {
     meta.fields(writer);
   }
@@ -285,7 +286,7 @@ CallReport CallReport::decode(Reader& reader) {
   for (auto& meta : report.outputs) {
     meta.fields(reader);
   }
-  reader(report.same_as, report.changed);
+  reader(report.same_as, report.shares, report.changed);
   report.changed_metas.resize(report.changed.size());
   for (auto& meta : report.changed_metas) {
     meta.fields(reader);
@@ -393,6 +394,7 @@ CallOutcome Engine::call(std::int32_t module, const std::string& tree, const std
   }
   for (std::size_t k = 0; k < report->changed.size(); ++k) {
     const auto i = static_cast<std::size_t>(report->changed[k]);
+    note_write(inputs[i]);
     inputs[i].unsafeGetTensorImpl()->bump_version();
     if (node && report->changed_metas[k].requires_grad) {
       torch::autograd::impl::rebase_history(inputs[i], {node, node->add_input_metadata(inputs[i])});
@@ -402,6 +404,17 @@ CallOutcome Engine::call(std::int32_t module, const std::string& tree, const std
     if (!inputs[i].is_same(tensors[i])) {
       tensors[i].copy_(inputs[i]);  // the call changed a copy: the original follows
     }
+  }
+  if (!report->shares.empty()) {
+    std::vector<SharedMemory> pairs;
+    for (std::size_t s = 0; s < report->shares.size(); s += 2) {
+      const auto& result = outcome.outputs[static_cast<std::size_t>(report->shares[s])];
+      const auto other = static_cast<std::size_t>(report->shares[s + 1]);
+      const bool is_input = other < inputs.size();
+      const auto& with = is_input ? tensors[other] : outcome.outputs[other - inputs.size()];
+      pairs.push_back({result, with, is_input ? inputs[other] : with});
+    }
+    join_memory(pairs, info.name);
   }
   return outcome;
 }

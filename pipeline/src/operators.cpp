@@ -279,6 +279,9 @@ void issue_operator(const c10::OperatorHandle& op, c10::DispatchKeySet /*keys*/,
       if (!x.defined()) {
         writer(TensorTag::kUndefined);
       } else if (is_remote(x)) {
+        if (writes(schema.arguments()[i])) {
+          note_write(x);
+        }
         const auto id = handle_of(x)->id();
         writer(TensorTag::kValue, id);
         instruction.values.push_back(id);
@@ -349,16 +352,21 @@ void issue_operator(const c10::OperatorHandle& op, c10::DispatchKeySet /*keys*/,
     return;
   }
 
-  for (const auto& result : report->results) {
+  for (std::size_t k = 0; k < report->results.size(); ++k) {
+    const auto& result = report->results[k];
     if (result.argument >= 0) {
       instruction.results.push_back(0);
       stack->push_back(arguments[static_cast<std::size_t>(result.argument)]);
       continue;
     }
+    const bool is_view = schema.returns()[k].alias_info() != nullptr && arguments[0].isTensor();
     c10::List<at::Tensor> tensors;
     for (const auto& meta : result.tensors) {
       instruction.results.push_back(meta ? engine.new_ids() : 0);
       tensors.push_back(meta ? engine.new_remote(home, instruction.results.back(), *meta) : at::Tensor());
+      if (is_view && meta && is_remote(arguments[0].toTensor())) {
+        join_view(tensors.get(tensors.size() - 1), arguments[0].toTensor());
+      }
     }
     if (result.list) {
       stack->emplace_back(std::move(tensors));

@@ -118,6 +118,14 @@ void Engine::run(const Instruction& instruction, const Call& call) {
       const auto& output = outputs[k];
       report.outputs.push_back(TensorMeta::of(output));
       report.outputs.back().requires_grad &= call.modes.grad && report.same_as[k] < 0;
+      for (std::size_t i = 0; report.same_as[k] < 0 && i < count + k; ++i) {
+        const bool is_input = i < count;
+        if ((is_input || report.same_as[i - count] < 0) &&
+            share_memory(output, is_input ? inputs[i] : outputs[i - count])) {
+          report.shares.push_back(static_cast<std::int32_t>(k));
+          report.shares.push_back(static_cast<std::int32_t>(i));
+        }
+      }
       record->outputs.push_back(report.outputs.back().requires_grad ? torch::autograd::impl::gradient_edge(output)
                                                                     : torch::autograd::Edge());
     }

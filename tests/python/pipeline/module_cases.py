@@ -211,11 +211,52 @@ class UsesParameters(Model):
         return h * (1 + filled) + 1e-2 * penalty
 
 
+class Flattens(nn.Module):
+    """Gives back a view of its argument, having changed it where `changes` says so."""
+
+    def __init__(self, changes: bool = False) -> None:
+        super().__init__()
+        self.changes = changes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.add_(1) if self.changes else x).view(-1)
+
+
+class FlattensInside(Pair):
+    """A container that gives back a view of its argument."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().forward(x), x.view(-1)
+
+
+class ChangesViews(Model):
+    """Views that modules gave back are changed in place where nobody else looks at their memory."""
+
+    def make_middle(self) -> None:
+        self.middle = nn.Linear(WIDTH, 2 * WIDTH)
+        self.flatten, self.shift = Flattens(), Flattens(changes=True)
+        self.halves = Halves()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.shift(self.first(x) * 2)
+        h.mul_(2)
+        a, b = self.halves(self.middle(h.view(len(x), WIDTH)))
+        a.mul_(3)  # lies beside b
+        flat = self.flatten(a + b)
+        flat.add_(1)
+        return self.last(flat.view(len(x), WIDTH) + b)
+
+
+class Halves(nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x[:, :WIDTH], x[:, WIDTH:]
+
+
 MODELS = {
     model.__name__: model
     for model in (
         FillsBuffer, FillsWithOwn, FillsInContainer, ChangesInContainer, GivesArgumentBack, UsesReturnedBuffer, Complex, GradientInside, Recurrent,
-        UsesParameters,
+        UsesParameters, ChangesViews,
     )
 }  # fmt: skip
 
@@ -346,6 +387,79 @@ def recompute(how: dict[str, Any] | None) -> dict[str, Any]:
         torch.manual_seed(1)
         losses = [loss for step in range(STEPS) for loss in train_step(model, make_batch(step)).outputs]
         return outcome(losses, model.local_named_parameters())
+
+
+class TwoNames(nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = 2 * x
+        return y, y.view(-1)
+
+
+class NamesMemoryTwice(Model):
+    def make_middle(self) -> None:
+        self.middle = FlattensInside()
+        self.flatten, self.two_names = Flattens(), TwoNames()
+
+
+def memory_of_two_names() -> dict[str, Any]:
+    """What steps say that change one of two tensors with the same memory and then use the other one; on rank 0."""
+
+    def result_then_argument(net, x):
+        h = net.first(x)
+        net.flatten(h).mul_(2)
+        return h + 1
+
+    def argument_then_result(net, x):
+        h = net.first(x)
+        flat = net.flatten(h)
+        h.mul_(2)
+        return flat + 1
+
+    def through_views(net, x):
+        h = net.first(x)
+        flat = net.flatten(h)
+        h[0].mul_(2)
+        assert (h + 1).shape == h.shape
+        return flat[2:] + 1
+
+    def two_results(net, x):
+        y, flat = net.two_names(net.first(x))
+        flat.mul_(2)
+        return y + 1
+
+    def of_a_container(net, x):
+        h = net.first(x)
+        _, flat = net.middle(h)
+        h.mul_(2)
+        return flat + 1
+
+    def into_a_module(net, x):
+        h = net.first(x)
+        net.flatten(h).mul_(2)
+        return net.last(h)
+
+    def result_then_local(net, x):
+        flat = net.flatten(x)
+        flat.mul_(2)
+        return x + 1
+
+    def local_then_result(net, x):
+        flat = net.flatten(x)
+        x.mul_(2)
+        return flat + 1
+
+    said = {}
+    with job(2, 1):
+        torch.manual_seed(0)
+        model = distribute(NamesMemoryTwice(), "middle")
+        for body in (
+            result_then_argument, argument_then_result, through_views, two_results, of_a_container, into_a_module, result_then_local,
+            local_then_result,
+        ):  # fmt: skip
+            said[body.__name__] = raised(
+                smp.step(lambda model, x, body=body: body(model.module, x)), model, make_batch(0)
+            )
+    return said
 
 
 def looking_at_a_tensor() -> dict[str, Any]:

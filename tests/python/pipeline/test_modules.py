@@ -51,6 +51,11 @@ def test_recomputation_in_glue_draws_the_same_again(clusters, reentrant):
         assert all(torch.equal(a["gradients"][name], b["gradients"][name]) for name in a["gradients"])
 
 
+def test_a_change_that_another_name_of_the_memory_does_not_see_is_refused(clusters):
+    for name, (_, message) in clusters(2).run(module_cases.memory_of_two_names)[0].items():
+        assert "shares memory" in message and "Clone" in message, name
+
+
 def test_a_remote_tensor_can_be_printed_and_other_reads_say_what_to_do(clusters):
     texts, _ = clusters(2).run(module_cases.looking_at_a_tensor)
     assert texts["inside"] == texts["same"]

@@ -65,6 +65,8 @@ struct CallReport {
   std::string tree;
   std::vector<TensorMeta> outputs;
   std::vector<std::int32_t> same_as;  // for each output: the input that it is, or -1
+  std::vector<std::int32_t>
+      shares;  // an output, and the input or (counted after those) output whose memory it shares; ...
   std::vector<std::int32_t> changed;  // inputs that the call changed in place: each is one more output of its node
   std::vector<TensorMeta> changed_metas;
   std::vector<std::uint8_t> reach;  // [edge of node][input]: can a gradient get there

@@ -11,6 +11,7 @@
 #include <mutex>
 #include <vector>
 
+#include "smp/pipeline/shared_memory.h"
 #include "smp/pipeline/tensor_meta.h"
 
 namespace smp::pipeline {
@@ -54,12 +55,15 @@ class ValueHandle : public c10::intrusive_ptr_target {
   [[nodiscard]] int home() const { return home_; }
   [[nodiscard]] ValueId id() const { return id_; }
   [[nodiscard]] const std::shared_ptr<ReleaseQueue>& queue() const { return queue_; }
+  /// Empty, unless the value shares memory with others that do not follow its changes.
+  [[nodiscard]] std::shared_ptr<MemoryMember>& memory() { return memory_; }
 
  private:
   int home_;
   ValueId id_;
   bool borrowed_;
   std::shared_ptr<ReleaseQueue> queue_;
+  std::shared_ptr<MemoryMember> memory_;
 };
 using Handle = c10::intrusive_ptr<ValueHandle>;
 
