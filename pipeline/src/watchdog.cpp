@@ -71,7 +71,7 @@ std::vector<std::optional<RankStatus>> Engine::ask_all() {
 /// 0 does not answer any more. A step function that is busy with something else is nobody's stall.
 void Engine::watch() {
   const double timeout_s = options_.stall_timeout_s;
-  if (timeout_s <= 0 || seconds_since(progress_ns_) < timeout_s) {
+  if (timeout_s <= 0 || seconds_since(progress_ns_) < timeout_s || trace_clock_ns() < next_question_ns_) {
     return;
   }
   const auto statuses = ask_all();
@@ -83,7 +83,9 @@ void Engine::watch() {
   }
   const bool driver_answers = statuses[0].has_value();
   if (quiet_s < timeout_s || (partition_ != 0 && driver_answers)) {
-    progress_ns_ = trace_clock_ns() - static_cast<std::int64_t>(std::min(quiet_s, timeout_s / 2) * 1e9);
+    // Not by touching the time of the last progress, which is this rank's answer to the others.
+    const double pause_s = quiet_s < timeout_s ? timeout_s - quiet_s : timeout_s / 2;
+    next_question_ns_ = trace_clock_ns() + static_cast<std::int64_t>(pause_s * 1e9);
     return;
   }
   Failure failure;

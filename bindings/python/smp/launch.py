@@ -1,9 +1,11 @@
 """`smp.launch`: starts ranks on this machine from a script, without a launcher."""
 
 import contextlib
+import io
 import multiprocessing
 import os
 import pickle
+import sys
 import threading
 import time
 import traceback
@@ -44,7 +46,8 @@ def launch(
         What the function returned on each rank, in the order of ranks.
 
     Raises:
-        SMPUsageError: the number of ranks is not at least 1, something does not pickle, or this process is itself a rank.
+        SMPUsageError: the number of ranks is not at least 1, something does not pickle, this process is itself a rank, or the ranks
+            can't import what it runs: an interactive session, a notebook, `python -c` or a script from standard input.
         Exception: the first one that was raised on a rank, with a note that says where. The other ranks are ended.
         SMPFailureError: a rank was killed or left by `sys.exit`, or raised what does not pickle.
 
@@ -71,7 +74,35 @@ def launch(
             f"smp.launch cannot send {function!r} and its arguments to the ranks ({error}): they must pickle, so the function stands "
             "at the top of a module"
         ) from error
+    _check_importable(task)
     return _Ranks(ranks).run(task)
+
+
+class _ImportedOnly(pickle.Unpickler):
+    """Refuses what `__main__` defines."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "__main__":
+            raise SMPUsageError(
+                f"smp.launch was asked for {name!r}, which was defined in an interactive session, a notebook or `python -c`: the ranks are "
+                "fresh processes and can't import it. Write it to a file, say train.py, and `import train`, or run that file as a script"
+            )
+        return super().find_class(module, name)
+
+
+def _check_importable(task: bytes) -> None:
+    """Raises SMPUsageError where the ranks could not import this process's `__main__` though they need it."""
+    main = sys.modules["__main__"]
+    if getattr(main, "__spec__", None) is not None:  # python -m
+        return
+    path = getattr(main, "__file__", None)
+    if path is None:
+        _ImportedOnly(io.BytesIO(task)).load()
+    elif not os.path.exists(path):
+        raise SMPUsageError(
+            f"smp.launch was called by the script {path!r}, which is no file: the ranks are fresh processes that import the script. Save it "
+            "as a file and run that; a script from standard input can't be launched"
+        )
 
 
 class _Ranks:

@@ -3,13 +3,20 @@
 import copy
 from collections import UserDict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+
+_REMEDY = (
+    "it holds one tensor for each microbatch: make one of them with .reduce_mean(), .reduce_sum(), .concat() or .stack(), or take the list "
+    ".outputs"
+)
 
 
 class StepOutput:
     """One tensor that a step function returned, from each microbatch.
+
+    It is no tensor: using it as one raises an AttributeError or TypeError that says how to get one.
 
     Attributes:
         outputs: the tensors, in the order of microbatches.
@@ -43,6 +50,19 @@ class StepOutput:
 
     def __repr__(self) -> str:
         return f"StepOutput({self.outputs!r})"
+
+    def __getattr__(self, name: str) -> NoReturn:
+        remedy = "call model.backward(loss) in the step function" if name == "backward" else _REMEDY
+        raise AttributeError(f"'StepOutput' object has no attribute {name!r}: {remedy}")
+
+    def __format__(self, spec: str) -> str:
+        return self._refuse() if spec else str(self)
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise TypeError(f"a StepOutput was used as a number or a tensor: {_REMEDY}")
+
+    __float__ = __int__ = __neg__ = __getitem__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
 
 
 def merge(results: Sequence[Any]) -> Any:

@@ -115,7 +115,7 @@ def trace(path: str | os.PathLike[str] | None = None) -> Iterator[TraceSummary]:
         yield summary
     except BaseException:
         _C.trace_stop()
-        logger.warning("the trace %s was not written, because the code in it raised", path or "")
+        logger.warning("the trace%s was not written, because the code in it raised", f" {path}" if path else "")
         raise
     record = _C.trace_stop()
     record["events"] = [_Event(*event) for event in record["events"]]

@@ -113,10 +113,10 @@ TEST(Topology, one_rank_is_alone_in_every_group) {
 
 TEST(Topology, a_world_that_does_not_fit_is_refused_with_the_numbers) {
   const std::string message = usage_message(0, 6, 2, 2, "cluster");
-  EXPECT_NE(message.find("number of ranks is 6"), std::string::npos) << message;
+  EXPECT_NE(message.find("launch has 6 rank"), std::string::npos) << message;
   EXPECT_NE(message.find("2 x 2 = 4"), std::string::npos) << message;
-  EXPECT_NE(usage_message(0, 1, 2, 1, "cluster").find("start 2 ranks"), std::string::npos);
-  EXPECT_NE(usage_message(0, 0, 1, 1, "cluster").find("number of ranks is 0"), std::string::npos);
+  EXPECT_NE(usage_message(0, 1, 2, 1, "cluster").find("mpirun -np 2 python"), std::string::npos);
+  EXPECT_NE(usage_message(0, 0, 1, 1, "cluster").find("launch has 0 rank"), std::string::npos);
 }
 
 TEST(Topology, degrees_below_one_are_refused) {

@@ -1,5 +1,8 @@
 """`@smp.step`: what it does with arguments and results, how it may be called, and what it refuses."""
 
+import copy
+import pickle
+
 import pytest
 import step_cases
 import torch
@@ -23,6 +26,40 @@ def equal(ours, theirs):
 
 def test_shapes_are_leaves_of_a_result():
     assert merge([{"shape": torch.Size([1, 2])}, {"shape": torch.Size([3, 2])}]) == {"shape": [(1, 2), (3, 2)]}
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda loss: loss.item(),
+        lambda loss: loss.mean(),
+        lambda loss: float(loss),
+        lambda loss: f"{loss:.3f}",
+        lambda loss: loss[0],
+        lambda loss: list(loss),
+        lambda loss: loss < 1,
+        lambda loss: loss + 1,
+        lambda loss: sum([loss, loss]),
+        lambda loss: torch.tensor(1.0) / loss,
+    ],
+    ids=["item", "mean", "float", "format", "index", "list", "less", "add", "sum", "divide"],
+)
+def test_an_output_that_is_used_as_a_tensor_says_how_to_get_one(use):
+    loss = smp.StepOutput([torch.tensor(1.0), torch.tensor(2.0)])
+    with pytest.raises((AttributeError, TypeError), match=r"reduce_mean\(\).*concat\(\).*outputs"):
+        use(loss)
+
+
+def test_backward_of_an_output_names_the_one_of_the_model():
+    with pytest.raises(AttributeError, match=r"model\.backward\(loss\) in the step function"):
+        smp.StepOutput([torch.tensor(1.0)]).backward()
+
+
+def test_outputs_copy_pickle_and_print():
+    loss = smp.StepOutput([torch.tensor(1.0), torch.tensor(2.0)])
+    for twin in (copy.copy(loss), copy.deepcopy(loss), pickle.loads(pickle.dumps(loss))):
+        assert repr(twin) == f"{loss}" == "StepOutput([tensor(1.), tensor(2.)])"
+    assert loss and loss == loss and not hasattr(loss, "item")
 
 
 @PARTITIONS

@@ -81,3 +81,37 @@ def test_a_script_without_a_guard_is_told_so(tmp_path):
     )
     assert result.returncode != 0
     assert '`if __name__ == "__main__":`' in result.stderr
+
+
+SESSION = "import smp\ndef train(): pass\nsmp.launch(train, ranks=2)\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "text", "words"),
+    [
+        (["-c", SESSION], "", ["SMPUsageError", "'train'", "can't import it", "to a file"]),
+        (["-i"], SESSION.replace("pass\n", "pass\n\n"), ["SMPUsageError", "'train'", "can't import it", "to a file"]),
+        (["-"], SESSION, ["SMPUsageError", "'<stdin>'", "Save it as a file"]),
+    ],
+    ids=["command", "interactive", "standard input"],
+)
+def test_what_no_rank_can_import_is_refused_before_they_start(options, text, words):
+    result = subprocess.run(
+        [sys.executable, *options],
+        input=text,
+        capture_output=True,
+        text=True,
+        env=rank_environment(),
+        timeout=120,
+        check=False,
+    )
+    assert [word for word in words if word not in result.stderr] == [], result.stderr
+    assert "spawn_main" not in result.stderr
+
+
+def test_a_session_can_launch_what_it_has_imported():
+    code = "import smp, launch_cases; print(smp.launch(launch_cases.without_library, 2, (7,)))"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=rank_environment(), timeout=120, check=True
+    )
+    assert result.stdout.split() == ["[7,", "7]"]

@@ -65,7 +65,7 @@ def test_letters_place_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_world_that_does_not_fit_is_a_usage_error() -> None:
-    with pytest.raises(SMPUsageError, match="number of ranks is 3"):
+    with pytest.raises(SMPUsageError, match="launch has 3 rank"):
         _C.Topology(0, 3, 2, 1, "cluster")
 
 

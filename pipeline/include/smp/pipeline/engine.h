@@ -302,6 +302,7 @@ class Engine {
   };
   std::vector<Running> running_;
   std::atomic<std::int64_t> progress_ns_{0};
+  std::atomic<std::int64_t> next_question_ns_{0};  // when watch() may ask the other ranks again
   std::uint64_t status_serial_ = 0;
   std::unordered_map<int, RankStatus> answers_;  // by partition, to the request of that serial
 
