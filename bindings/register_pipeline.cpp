@@ -345,6 +345,9 @@ void register_pipeline(py::module_& module) {
   register_failure(module);
   register_engine(module);
   register_random(module);
+  module.def(
+      "is_elsewhere", [](const at::Tensor& tensor) { return tensor.key_set().has(c10::DispatchKey::DeferredInit); },
+      py::arg("tensor"), "A remote tensor, or a parameter that lives on another rank.");
   module.def("vacate", &vacate, py::arg("tensor"), py::arg("message"));
   module.def("holds_memory", &holds_memory, py::arg("tensor"), "False for a tensor that was vacated.");
   module.def("is_remote", &smp::pipeline::is_remote, py::arg("tensor"));

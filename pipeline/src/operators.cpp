@@ -10,6 +10,7 @@
 #include <torch/library.h>
 
 #include <optional>
+#include <string_view>
 
 #include "smp/error.h"
 #include "smp/pipeline/arguments.h"
@@ -68,6 +69,9 @@ bool looks_into(const c10::FunctionSchema& schema, std::size_t argument) {
   }
   return schema.name() == "aten::ctc_loss" && schema.overload_name() == "Tensor" && argument >= 2;
 }
+
+/// Takes strides that its issuer made from those of its first argument.
+bool relies_on_layout(std::string_view name) { return name.starts_with("aten::as_strided"); }
 
 /// Answers with a number, but from the metadata of tensors alone.
 bool asks_for_metadata(const c10::FunctionSchema& schema) { return schema.name() == "aten::_fused_sdp_choice"; }
@@ -302,6 +306,9 @@ void issue_operator(const c10::OperatorHandle& op, c10::DispatchKeySet /*keys*/,
       }
     });
   }
+  if (relies_on_layout(instruction.name)) {
+    TensorMeta::of(arguments[0].toTensor()).fields(wire);
+  }
   instruction.arguments = wire.take();
   const auto draws = op.hasTag(at::Tag::nondeterministic_seeded) ? draw_key() : 0;
 
@@ -382,15 +389,32 @@ void issue_operator(const c10::OperatorHandle& op, c10::DispatchKeySet /*keys*/,
 
 }  // namespace
 
+namespace {
+
+/// `x`, in memory as `meta` says.
+at::Tensor laid_out(const at::Tensor& x, const TensorMeta& meta) {
+  if (x.strides() == meta.strides && x.storage_offset() == meta.storage_offset) {
+    return x;
+  }
+  auto elements = meta.storage_offset + 1;
+  for (std::size_t i = 0; i < meta.sizes.size(); ++i) {
+    elements += std::max<std::int64_t>(meta.sizes[i] - 1, 0) * meta.strides[i];
+  }
+  auto copy = at::empty_strided({elements}, {1}, x.options()).as_strided(meta.sizes, meta.strides, meta.storage_offset);
+  return copy.copy_(x);
+}
+
+}  // namespace
+
 std::vector<std::vector<at::Tensor>> run_operator(const Op& op, const std::function<at::Tensor(ValueId)>& value) {
   // A gradient may lie in memory otherwise than its issuer supposes, who takes it to lie like the input. Then a view
-  // may need a copy, which reshape makes.
-  const bool is_view = op.name == "aten::view" && op.overload.empty();
-  const auto handle =
-      c10::Dispatcher::singleton().findSchemaOrThrow(is_view ? "aten::reshape" : op.name.c_str(), op.overload.c_str());
+  // may need a copy, which reshape makes, and strides that were made from the supposed ones need those.
+  const bool reshapes = (op.name == "aten::view" && op.overload.empty()) || op.name == "aten::_reshape_alias";
+  const auto issued = c10::Dispatcher::singleton().findSchemaOrThrow(op.name.c_str(), op.overload.c_str());
+  const auto handle = reshapes ? c10::Dispatcher::singleton().findSchemaOrThrow("aten::reshape", "") : issued;
   Reader reader(op.arguments);
   torch::jit::Stack stack;
-  for (std::size_t i = 0; i < handle.schema().arguments().size(); ++i) {
+  for (std::size_t i = 0; i < issued.schema().arguments().size(); ++i) {
     stack.push_back(read_argument(reader, [&](Reader& bytes) {
       switch (bytes.get<TensorTag>()) {
         case TensorTag::kValue:
@@ -403,6 +427,12 @@ std::vector<std::vector<at::Tensor>> run_operator(const Op& op, const std::funct
       return at::Tensor();
     }));
   }
+  if (relies_on_layout(op.name)) {
+    TensorMeta supposed;
+    supposed.fields(reader);
+    stack[0] = laid_out(stack[0].toTensor(), supposed);
+  }
+  torch::jit::drop(stack, stack.size() - handle.schema().arguments().size());  // reshape takes no strides
   handle.callBoxed(&stack);
   std::vector<std::vector<at::Tensor>> results;
   for (const auto& result : stack) {

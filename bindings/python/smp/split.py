@@ -59,12 +59,25 @@ class Splitter:
         input_split_axes: batch axis of an argument, by name; 0 otherwise.
 
     Raises:
-        SMPUsageError: a name is no argument of the function.
+        SMPUsageError: a name is no argument of the function, what should be names or axes is something else, or the function is a generator.
     """
 
     def __init__(
         self, function: Callable[..., Any], non_split_inputs: Collection[str], input_split_axes: Mapping[str, int]
     ) -> None:
+        if isinstance(non_split_inputs, str):
+            raise SMPUsageError(
+                f"non_split_inputs is {non_split_inputs!r}: it must be a list of names, [{non_split_inputs!r}]"
+            )
+        if not isinstance(input_split_axes, Mapping) or not all(isinstance(a, int) for a in input_split_axes.values()):
+            raise SMPUsageError(
+                f"input_split_axes is {input_split_axes!r}: it must be a dict from names of arguments to the numbers of their batch axes, "
+                'such as {"x": 1}'
+            )
+        if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
+            raise SMPUsageError(
+                f"@smp.step got {function.__qualname__}, a generator or coroutine: a step function returns its results"
+            )
         self._signature = inspect.signature(function)
         self._whole = frozenset(non_split_inputs)
         self._axes = dict(input_split_axes)

@@ -1,5 +1,6 @@
 """What some functions of PyTorch mean while a partitioned model exists: random state, the text of a tensor, a norm over all gradients."""
 
+import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -100,8 +101,20 @@ class StepPatches:
         self._fetch = fetch
         self._default = torch.random.default_generator
         self._text = torch._tensor_str._str
+        # torch takes the place of a new tensor from the dispatch keys of an old one, which are ours for a remote one.
+        self._new_tensor, self._new = torch.Tensor.new_tensor, torch.Tensor.new  # type: ignore[attr-defined]
+        torch.Tensor.new_tensor = self._like_local(self._new_tensor)  # type: ignore[method-assign]
+        torch.Tensor.new = self._like_local(self._new)  # type: ignore[attr-defined]
         torch.random.default_generator = _StreamOrDefault(self._default)  # type: ignore[assignment]
         setattr(torch._tensor_str, "_str", self._text_of)  # noqa: B010
+
+    @staticmethod
+    def _like_local(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        @functools.wraps(make)
+        def made(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return make(torch.empty(0, dtype=tensor.dtype) if _C.is_elsewhere(tensor) else tensor, *args, **kwargs)
+
+        return made
 
     def _text_of(self, tensor: torch.Tensor, **options: Any) -> str:
         if not _C.is_remote(tensor):
@@ -112,5 +125,6 @@ class StepPatches:
 
     def close(self) -> None:
         self._norms.close()
+        torch.Tensor.new_tensor, torch.Tensor.new = self._new_tensor, self._new  # type: ignore[method-assign,attr-defined]
         torch.random.default_generator = self._default
         torch._tensor_str._str = self._text

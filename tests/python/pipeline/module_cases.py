@@ -211,6 +211,35 @@ class UsesParameters(Model):
         return h * (1 + filled) + 1e-2 * penalty
 
 
+class Tokens(nn.Module):
+    """The gradient of its argument lies in memory otherwise than the argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x.flatten(2).transpose(1, 2))
+
+
+class ViewsOfGradients(Model):
+    """Backward of glue that makes views, of such a gradient."""
+
+    def make_middle(self) -> None:
+        self.middle = Tokens()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x).view(-1, 3, 2).view(-1, 3, 1, 2).permute(0, 3, 1, 2).contiguous()
+        return self.last(self.middle(h).reshape(len(x), WIDTH))
+
+
+class StridesOfGradients(ViewsOfGradients):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x).as_strided((len(x), 2, 3, 1), (WIDTH, 1, 2, 1))
+        scale = h.new_tensor([1.5, 0.5])
+        return self.last(self.middle(h * scale.view(2, 1, 1)).reshape(len(x), WIDTH))
+
+
 class Flattens(nn.Module):
     """Gives back a view of its argument, having changed it where `changes` says so."""
 
@@ -256,7 +285,7 @@ MODELS = {
     model.__name__: model
     for model in (
         FillsBuffer, FillsWithOwn, FillsInContainer, ChangesInContainer, GivesArgumentBack, UsesReturnedBuffer, Complex, GradientInside, Recurrent,
-        UsesParameters, ChangesViews,
+        UsesParameters, ChangesViews, ViewsOfGradients, StridesOfGradients,
     )
 }  # fmt: skip
 

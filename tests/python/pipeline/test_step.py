@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 
 import pytest
 import step_cases
@@ -173,6 +174,31 @@ EXPECTED_ERRORS = {
     "outside": ("SMPUsageError", ["outside a step", "@smp.step"]),
     "backward outside": ("SMPUsageError", ["outside a step", "@smp.step"]),
 }
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"non_split_inputs": "ids"}, "['ids']"),
+        ({"input_split_axes": ["x"]}, "a dict from names"),
+        ({"input_split_axes": {"x": "0"}}, "a dict from names"),
+    ],
+)
+def test_options_of_a_step_that_make_no_sense_are_named(options, text):
+    with pytest.raises(smp.SMPUsageError, match=re.escape(text)):
+        smp.step(**options)(lambda x, ids: x)
+
+
+def test_a_generator_is_no_step_function():
+    def generates(x):
+        yield x
+
+    async def waits(x):
+        return x
+
+    for function in (generates, waits):
+        with pytest.raises(smp.SMPUsageError, match="returns its results"):
+            smp.step(function)
 
 
 @PARTITIONS
