@@ -102,9 +102,9 @@ class StepPatches:
         self._default = torch.random.default_generator
         self._text = torch._tensor_str._str
         # torch takes the place of a new tensor from the dispatch keys of an old one, which are ours for a remote one.
-        self._new_tensor, self._new = torch.Tensor.new_tensor, torch.Tensor.new  # type: ignore[attr-defined]
-        torch.Tensor.new_tensor = self._like_local(self._new_tensor)  # type: ignore[method-assign]
-        torch.Tensor.new = self._like_local(self._new)  # type: ignore[attr-defined]
+        self._makers = {name: getattr(torch.Tensor, name) for name in ("new_tensor", "new")}
+        for name, make in self._makers.items():
+            setattr(torch.Tensor, name, self._like_local(make))
         torch.random.default_generator = _StreamOrDefault(self._default)  # type: ignore[assignment]
         setattr(torch._tensor_str, "_str", self._text_of)  # noqa: B010
 
@@ -125,6 +125,7 @@ class StepPatches:
 
     def close(self) -> None:
         self._norms.close()
-        torch.Tensor.new_tensor, torch.Tensor.new = self._new_tensor, self._new  # type: ignore[method-assign,attr-defined]
+        for name, make in self._makers.items():
+            setattr(torch.Tensor, name, make)
         torch.random.default_generator = self._default
         torch._tensor_str._str = self._text
