@@ -16,6 +16,7 @@ from .dynamic import is_dynamic
 from .exceptions import SMPFailureError, SMPUsageError
 from .forwards import ReplacedForwards
 from .log import logger
+from .module_state import ModuleState
 from .placement import Assignment
 from .random import with_own_stream
 from .state import state
@@ -165,6 +166,9 @@ class Runtime:
             self._inline.append(container and self.home[name] == self.partition)
 
         self.parameters = list(parameters.values())
+        self.elsewhere = ModuleState(
+            (name, named[name]) for name, where, *_ in infos if where not in (_FOLLOWS_DATA, self.partition)
+        )
         self._shells = [self._shell(index) for index in range(len(self.modules))]
         self._replaced = ReplacedForwards(zip(self.modules, self._shells, strict=True))
         self._hooks = [hooks.get(m, ()) for m in self.modules]
@@ -217,6 +221,7 @@ class Runtime:
             if hooks_of(module) != known[i] or module.__dict__.get("forward") is not shells[i]:
                 if index not in self._in_pieces:
                     self._in_pieces.add(index)
+                    self.elsewhere.forget(self.modules[index])
                     logger.info(
                         "module %r runs in pieces, each a call of its own, because of a hook in %r that was set after the model was "
                         "distributed (to capture outputs, say)",

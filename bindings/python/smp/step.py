@@ -95,6 +95,7 @@ class StepFunction:
         engine = runtime.engine
         results: list[tuple[bytes, list[int]]] = []
         try:
+            runtime.elsewhere.begin_step()
             engine.begin_step(self._name)
             for index in range(count):
                 engine.begin_microbatch(index)
@@ -104,6 +105,7 @@ class StepFunction:
                     results.append((tree, [engine.begin_fetch(t) for t in tensors]))
                 del result, tensors
                 engine.end_microbatch()
+            runtime.elsewhere.end_step()
             outputs = []
             for tree, arrivals in results:
                 outputs.append(trees.unpack(tree, [engine.end_fetch(a) for a in arrivals], runtime.modules))

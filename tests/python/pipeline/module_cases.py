@@ -431,6 +431,61 @@ def recompute(how: dict[str, Any] | None) -> dict[str, Any]:
         return outcome(losses, model.local_named_parameters())
 
 
+class SetsScale(Model):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.middle.scale = 2.0 * len(x)
+        return super().forward(x)
+
+
+class SetsSame(Model):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.middle.scale = len(x) / 2
+        return super().forward(x)
+
+
+def count_calls(module: nn.Module, args: Any) -> None:
+    module.count.add_(1)
+
+
+def hooked(hook: Any) -> Model:
+    net = Model()
+    net.middle.register_buffer("count", torch.zeros(()))
+    net.middle.register_forward_pre_hook(hook)
+    return net
+
+
+def state_set_on_a_module_elsewhere() -> dict[str, Any]:
+    """What steps say whose code changes a module that runs elsewhere; on rank 0. The last one changes nothing."""
+    nets = {
+        "attribute": SetsScale,
+        "attribute by a hook": lambda: hooked(
+            lambda module, args: setattr(module, "calls", getattr(module, "calls", 0) + 1)
+        ),
+        "buffer by a hook": lambda: hooked(count_calls),
+        "spectral_norm": with_old_norm,
+        "same value": SetsSame,
+    }
+    said = {}
+    for name, make_net in nets.items():
+        with job(2, MICROBATCHES):
+            torch.manual_seed(0)
+            net = make_net()
+            if name == "same value":
+                net.middle.scale = 1.5
+            model = distribute(net, "middle")
+            if name == "same value":
+                said[name] = len(train_step(model, make_batch(0)).outputs)
+            else:
+                said[name] = raised(train_step, model, make_batch(0))[1]
+    return said
+
+
+def with_old_norm() -> Model:
+    net = Model()
+    net.middle = torch.nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH))
+    return net
+
+
 class TwoNames(nn.Module):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         y = 2 * x

@@ -56,6 +56,15 @@ def test_a_change_that_another_name_of_the_memory_does_not_see_is_refused(cluste
         assert "shares memory" in message and "Clone" in message, name
 
 
+def test_state_that_a_module_elsewhere_would_not_see_is_refused(clusters):
+    said, _ = clusters(2).run(module_cases.state_set_on_a_module_elsewhere)
+    assert said.pop("same value") == module_cases.MICROBATCHES
+    assert "attribute 'scale' of module 'middle'" in said["attribute"]
+    assert "attribute 'calls'" in said["attribute by a hook"]
+    assert "buffer 'count'" in said["buffer by a hook"]
+    assert "parametrizations" in said["spectral_norm"]
+
+
 def test_a_remote_tensor_can_be_printed_and_other_reads_say_what_to_do(clusters):
     texts, _ = clusters(2).run(module_cases.looking_at_a_tensor)
     assert texts["inside"] == texts["same"]
