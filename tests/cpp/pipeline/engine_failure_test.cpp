@@ -1,6 +1,8 @@
 // Failures: every rank leaves the step with the same reason, and the next step is a good one.
 #include <atomic>
+#include <chrono>
 #include <stdexcept>
+#include <thread>
 
 #include "engine_fixture.h"
 
@@ -73,6 +75,24 @@ TEST_F(EngineFailure, an_exception_in_a_call_reaches_every_rank) {
     const auto errors = cluster.try_step(body, kMicrobatches);
     expect_all_say(errors, {"rank " + std::to_string(home), "microbatch 2", "CALL of module 'bad'", "one too many"});
     expect_good_step(cluster);
+  }
+}
+
+TEST_F(EngineFailure, a_stall_is_found_whichever_rank_asks_first) {
+  constexpr double kTimeoutS = 0.2;
+  for (int round = 0; round < 6; ++round) {
+    auto spec = spec_;
+    auto done = std::make_shared<std::atomic<bool>>(false);
+    spec.module({"hangs", 1, [done, kTimeoutS](Model&, const Tensors& in) -> Tensors {
+                   for (int i = 0; i < 20 && !*done; ++i) {
+                     std::this_thread::sleep_for(std::chrono::duration<double>(kTimeoutS));
+                   }
+                   return {in[0] * 1};
+                 }});
+    Cluster cluster(spec, 2, Policy::kInterleaved, {}, kTimeoutS);
+    const auto errors = cluster.try_step(through("hangs"), 1);
+    *done = true;
+    expect_all_say(errors, {"made no progress on any rank", "CALL of module 'hangs'"});
   }
 }
 

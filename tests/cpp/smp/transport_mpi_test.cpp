@@ -85,9 +85,9 @@ TEST(Pacing, depends_on_what_the_rank_does) {
     microseconds expected;
   };
   const Case cases[] = {
-      {{.busy = true}, microseconds(300)},
+      {{.busy = true}, microseconds(3000)},
       {{.busy = true, .transferring = true}, microseconds(50)},
-      {{.busy = true, .quiet_for = 10s}, microseconds(300)},
+      {{.busy = true, .quiet_for = 10s}, microseconds(3000)},
       {{.quiet_for = 0s}, microseconds(0)},
       {{.transferring = true}, microseconds(0)},
       {{.crowded = true}, microseconds(20)},
