@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from .exceptions import SMPUsageError
+from .log import logger
 
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None))
 
@@ -25,18 +25,18 @@ class ModuleState:
 
     def __init__(self, elsewhere: Iterable[tuple[str, nn.Module]]) -> None:
         self._modules = list(elsewhere)
-        self._forgotten: set[nn.Module] = set()
+        self._silent: set[nn.Module] = set()
         self._before: list[tuple[dict[str, Any], list[tuple[Any, int]]]] = []
 
     def forget(self, module: nn.Module) -> None:
         """For a module whose forward runs on this rank after all."""
-        self._forgotten.add(module)
+        self._silent.add(module)
 
     def begin_step(self) -> None:
         self._before = [(module.__dict__.copy(), self._buffers(module)) for _, module in self._modules]
 
     def end_step(self) -> None:
-        """Raises SMPUsageError when a module has been changed since `begin_step`."""
+        """Warns of modules that have been changed since `begin_step`, once of each."""
         before, self._before = self._before, []
         for (name, module), (attributes, buffers) in zip(self._modules, before, strict=True):
             now = module.__dict__
@@ -49,11 +49,14 @@ class ModuleState:
                     for key, (a, i), (b, j) in zip(module._buffers, buffers, theirs, strict=False)
                     if a is not b or i != j
                 ]
-            if what and module not in self._forgotten:
-                raise SMPUsageError(
-                    f"{what[0]} of module {name!r} was changed in the step on this rank, by its parent or a hook, but the module runs on another "
-                    "partition and does not see it: pass the value as an argument, place the module with its parent (smp.set_partition), or, "
-                    "for weight_norm, spectral_norm and pruning, use torch.nn.utils.parametrizations"
+            if what and module not in self._silent:
+                self._silent.add(module)
+                logger.warning(
+                    "%s of module %r was changed in a step on this rank, by its parent or a hook, but the module runs on another partition and does "
+                    "not see it: pass the value as an argument, place the module with its parent (smp.set_partition), or, for weight_norm, "
+                    "spectral_norm and pruning, use torch.nn.utils.parametrizations",
+                    what[0],
+                    name,
                 )
 
     @staticmethod
