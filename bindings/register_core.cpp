@@ -90,9 +90,8 @@ void register_transport(py::module_& module) {
         return destroyed_without_gil(smp::make_tcp_transport(rank, size, without_gil, check_signals));
       },
       py::arg("rank"), py::arg("size"), py::arg("exchange"),
-      "The transport over TCP between `size` processes. `exchange` tells all ranks some bytes, and gives what each "
-      "told. "
-      "Collective.");
+      "The transport over TCP between `size` processes. Collective. `exchange` tells bytes to all and gives all of "
+      "them.");
   module.def(
       "make_local_transports",
       [](int size) {

@@ -144,19 +144,22 @@ void gather_operands(const c10::OperatorHandle& op, c10::DispatchKeySet keys, to
 
 // ---- below autograd
 
+/// Like at::empty_strided, with the storage offset too.
+at::Tensor empty_laid_out(const TensorMeta& meta, const at::TensorOptions& options) {
+  if (meta.storage_offset == 0) {
+    return at::empty_strided(meta.sizes, meta.strides, options);
+  }
+  auto elements = meta.storage_offset + 1;
+  for (std::size_t i = 0; i < meta.sizes.size(); ++i) {
+    elements += std::max<std::int64_t>(meta.sizes[i] - 1, 0) * meta.strides[i];
+  }
+  return at::empty_strided({elements}, {1}, options).as_strided(meta.sizes, meta.strides, meta.storage_offset);
+}
+
 at::Tensor meta_of(const at::Tensor& x) {
-  if (stays_inline(x)) {
-    return x;
-  }
-  const auto options = at::TensorOptions().dtype(x.scalar_type()).device(c10::kMeta);
-  if (x.storage_offset() == 0) {
-    return at::empty_strided(x.sizes(), x.strides(), options);
-  }
-  auto elements = x.storage_offset() + 1;
-  for (std::int64_t i = 0; i < x.dim(); ++i) {
-    elements += std::max<std::int64_t>(x.size(i) - 1, 0) * x.stride(i);
-  }
-  return at::empty_strided({elements}, {1}, options).as_strided(x.sizes(), x.strides(), x.storage_offset());
+  return stays_inline(x)
+             ? x
+             : empty_laid_out(TensorMeta::of(x), at::TensorOptions().dtype(x.scalar_type()).device(c10::kMeta));
 }
 
 /// Runs the meta kernel. Without value: what comes out depends on data, there is no such kernel, or it fails; then its
@@ -389,23 +392,6 @@ void issue_operator(const c10::OperatorHandle& op, c10::DispatchKeySet /*keys*/,
 
 }  // namespace
 
-namespace {
-
-/// `x`, in memory as `meta` says.
-at::Tensor laid_out(const at::Tensor& x, const TensorMeta& meta) {
-  if (x.strides() == meta.strides && x.storage_offset() == meta.storage_offset) {
-    return x;
-  }
-  auto elements = meta.storage_offset + 1;
-  for (std::size_t i = 0; i < meta.sizes.size(); ++i) {
-    elements += std::max<std::int64_t>(meta.sizes[i] - 1, 0) * meta.strides[i];
-  }
-  auto copy = at::empty_strided({elements}, {1}, x.options()).as_strided(meta.sizes, meta.strides, meta.storage_offset);
-  return copy.copy_(x);
-}
-
-}  // namespace
-
 std::vector<std::vector<at::Tensor>> run_operator(const Op& op, const std::function<at::Tensor(ValueId)>& value) {
   // A gradient may lie in memory otherwise than its issuer supposes, who takes it to lie like the input. Then a view
   // may need a copy, which reshape makes, and strides that were made from the supposed ones need those.
@@ -430,7 +416,10 @@ std::vector<std::vector<at::Tensor>> run_operator(const Op& op, const std::funct
   if (relies_on_layout(op.name)) {
     TensorMeta supposed;
     supposed.fields(reader);
-    stack[0] = laid_out(stack[0].toTensor(), supposed);
+    const auto& x = stack[0].toTensor();
+    if (x.strides() != supposed.strides || x.storage_offset() != supposed.storage_offset) {
+      stack[0] = empty_laid_out(supposed, x.options()).copy_(x);
+    }
   }
   torch::jit::drop(stack, stack.size() - handle.schema().arguments().size());  // reshape takes no strides
   handle.callBoxed(&stack);

@@ -228,10 +228,8 @@ std::vector<std::string> Communicator::gather(Operation operation, std::string_v
 
 std::string Communicator::has_left(int member, const GroupStep& step, Operation operation) const {
   return fmt::format(
-      "the script of rank {} has ended, but rank {} waits for it in operation {} ({}) of the group of ranks {}. What "
-      "is "
-      "collective, such as model.state_dict(), smp.barrier() or the first step, must be called by all ranks of its "
-      "group.",
+      "the script of rank {} has ended, but rank {} waits for it in operation {} ({}) of the group of ranks {}. All "
+      "ranks of a group must make its collective calls, such as model.state_dict(), smp.barrier() or the first step.",
       member, transport_->rank(), step.second, name_of(operation), fmt::join(step.first, ", "));
 }
 

@@ -46,8 +46,7 @@ Topology::Axes Topology::make_axes(int size, int pipeline_degree, int tensor_deg
   const long long model_size = static_cast<long long>(pipeline_degree) * tensor_degree;
   if (size < 1 || size % model_size != 0) {
     throw_usage(
-        "this launch has {} rank(s), but one model takes partitions x tensor_parallel_degree = {} x {} = {}: start "
-        "that "
+        "this launch has {} rank(s), but one model takes partitions x tensor_parallel_degree = {} x {} = {}: start as "
         "many (torchrun --nproc-per-node {} script.py, or mpirun -np {} python script.py), or change these degrees",
         size, pipeline_degree, tensor_degree, model_size, model_size, model_size);
   }

@@ -1,5 +1,6 @@
 """Attributes and buffers of modules that run on other ranks: what code sets here, they never see."""
 
+import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -40,8 +41,10 @@ class ModuleState:
         before, self._before = self._before, []
         for (name, module), (attributes, buffers) in zip(self._modules, before, strict=True):
             now = module.__dict__
-            changed = [key for key in attributes.keys() | now.keys() if not _same(attributes.get(key), now.get(key))]
-            what = [f"attribute {key!r}" for key in sorted(changed) if key not in self._OURS]
+            what: list[str] = []
+            if len(now) != len(attributes) or not all(map(operator.is_, now.values(), attributes.values())):
+                keys = sorted((attributes.keys() | now.keys()) - self._OURS)
+                what = [f"attribute {key!r}" for key in keys if not _same(attributes.get(key), now.get(key))]
             if not what and module._buffers:
                 theirs = self._buffers(module)
                 what = [

@@ -55,7 +55,7 @@ class Cluster {
   using Transports = std::vector<std::shared_ptr<Transport>>;
 
   explicit Cluster(const ModelSpec& spec, int partitions, Policy policy = Policy::kInterleaved,
-                   Transports transports = {}, double stall_timeout_s = 300)
+                   Transports transports = {}, std::vector<double> stall_timeouts_s = {})
       : transports_(transports.empty() ? make_local_transports(partitions) : std::move(transports)) {
     at::set_num_threads(1);
     for (int rank = 0; rank < partitions; ++rank) {
@@ -63,7 +63,9 @@ class Cluster {
       EngineOptions options;
       options.policy = policy;
       options.active_microbatches = partitions + 2;
-      options.stall_timeout_s = stall_timeout_s;
+      if (!stall_timeouts_s.empty()) {
+        options.stall_timeout_s = stall_timeouts_s[static_cast<std::size_t>(rank)];
+      }
       for (int peer = 0; peer < partitions; ++peer) {
         options.peers.push_back(peer);
       }

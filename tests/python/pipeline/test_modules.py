@@ -1,6 +1,7 @@
 """What modules and glue do in real models is right, or refused."""
 
 import module_cases
+import module_models
 import pytest
 import torch
 
@@ -17,15 +18,15 @@ def check_same(outcomes, expected):
 
 CASES = [
     (name, homes)
-    for name, model in module_cases.MODELS.items()
-    for homes, paths in module_cases.HOMES.items()
+    for name, model in module_models.MODELS.items()
+    for homes, paths in module_models.HOMES.items()
     if all(path in dict(model().named_modules()) for path in paths)
 ]
 
 
 @pytest.mark.parametrize(("name", "homes"), CASES)
 def test_it_is_as_in_plain_pytorch(clusters, name, homes):
-    expected = module_cases.plain(module_cases.MODELS[name])
+    expected = module_cases.plain(module_models.MODELS[name])
     check_same(clusters(2).run(module_cases.train, name, homes), expected)
 
 
@@ -39,7 +40,7 @@ def test_a_gradient_that_reaches_another_argument_than_before_is_named_and_then_
         kind, message = outcome.pop("message")
         assert kind == "SMPUsageError" and "argument" in message and "'middle' got a gradient" in message
         assert "smp.set_dynamic" in message
-    check_same(outcomes, module_cases.plain(module_cases.UsesEither))
+    check_same(outcomes, module_cases.plain(module_models.UsesEither))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -13,8 +13,8 @@ struct Pace {
   std::chrono::microseconds quiet_for{0};  ///< since something was sent or received, or the rank began to wait
 };
 
-/// A rank that computes needs nothing before its instruction ends, when it looks anyway; each look takes a core from
-/// the thread that computes, and on a virtual machine some 50 µs of it.
+/// A rank that computes needs nothing before its instruction ends, when it looks anyway. Each look takes the core from
+/// the thread that computes, which costs far more than the look where switching threads does (in virtual machines).
 inline constexpr std::chrono::microseconds kBusyPause{3'000};
 inline constexpr std::chrono::microseconds kTransferPause{50};
 inline constexpr std::chrono::microseconds kCrowdedPause{20};
