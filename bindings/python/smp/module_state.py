@@ -56,8 +56,7 @@ class ModuleState:
                 self._silent.add(module)
                 logger.warning(
                     "%s of module %r was changed in a step on this rank, by its parent or a hook, but the module runs on another partition and does "
-                    "not see it: pass the value as an argument, place the module with its parent (smp.set_partition), or, for weight_norm, "
-                    "spectral_norm and pruning, use torch.nn.utils.parametrizations",
+                    "not see it: pass the value as an argument, or place the module with its parent (smp.set_partition)",
                     what[0],
                     name,
                 )

@@ -21,6 +21,7 @@ from .placement import Assignment
 from .random import with_own_stream
 from .state import state
 from .step_patches import StepPatches
+from .weight_hooks import WeightHooks
 
 # The engine runs such a module where the largest of its tensors lies.
 _FOLLOWS_DATA = -1
@@ -83,6 +84,7 @@ class _Host:
                 module.training = bool(flag)
         args, kwargs = trees.unpack(tree, tensors, runtime.modules)
         before = self._contents(index, args, kwargs)
+        runtime.weight_hooks.run(runtime.modules[index], args)
         result = runtime.forwards[index](*args, **kwargs)
         if before is not None and before != self._contents(index, args, kwargs):
             self._warn_of_lost_change(index, args, kwargs)
@@ -195,6 +197,7 @@ class Runtime:
         )
 
         self._patches = StepPatches(self.engine.fetch, [parameter for _, parameter, _ in self.parameters])
+        self.weight_hooks = WeightHooks(self._issues_call_of)
 
     def _shell(self, index: int) -> Callable[..., Any]:
         """`forward` of a module: issues an instruction in the frame of a container, else runs as ever."""
@@ -210,6 +213,12 @@ class Runtime:
             return self._call(index, args, kwargs)
 
         return forward
+
+    def _issues_call_of(self, module: nn.Module) -> bool:
+        index = self.module_numbers.get(id(module))
+        return (
+            index is not None and not self._inline[index] and _C.in_frame() and not self._is_hooked_inside(index)
+        )
 
     def _is_hooked_inside(self, index: int) -> bool:
         """Has code of this rank hooked into a module inside this one since the model was distributed? Its home knows nothing of that,
@@ -255,3 +264,4 @@ class Runtime:
         self.engine.close()
         self._replaced.close()
         self._patches.close()
+        self.weight_hooks.close()

@@ -122,7 +122,9 @@ class StepFunction:
 
     def _follow(self, runtime: Runtime) -> Any:
         try:
+            runtime.elsewhere.begin_step()
             outputs = runtime.engine.follow_step(self._name)
+            runtime.elsewhere.end_step()
         except StepAborted as aborted:
             reraise(aborted.failure)
         except BaseException as error:

@@ -18,6 +18,7 @@ from module_models import (
     NamesMemoryTwice,
     Pair,
     Recomputes,
+    SetsInContainer,
     SetsSame,
     SetsScale,
     UsesEither,
@@ -25,7 +26,6 @@ from module_models import (
     hooked,
     make,
     make_batch,
-    with_old_norm,
 )
 from small_net import job, raised
 from torch import nn
@@ -129,14 +129,14 @@ def recompute(how: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def state_set_on_a_module_elsewhere() -> dict[str, str]:
-    """What rank 0 logs in two steps whose code changes a module that runs elsewhere. The last one changes nothing."""
+    """What this rank logs in two steps whose code changes a module that runs elsewhere. The last one changes nothing."""
     nets = {
         "attribute": SetsScale,
         "attribute by a hook": lambda: hooked(
             lambda module, args: setattr(module, "calls", getattr(module, "calls", 0) + 1)
         ),
         "buffer by a hook": lambda: hooked(count_calls),
-        "spectral_norm": with_old_norm,
+        "by a container": SetsInContainer,
         "same value": SetsSame,
     }
     said = {}
@@ -146,7 +146,7 @@ def state_set_on_a_module_elsewhere() -> dict[str, str]:
             net = make_net()
             if name == "same value":
                 net.middle.scale = 1.5
-            model = distribute(net, "middle")
+            model = distribute(net, "inside" if name == "by a container" else "middle")
             for step in range(STEPS):
                 with torch.no_grad():
                     forward_step(model, make_batch(step))

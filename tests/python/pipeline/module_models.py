@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 WIDTH = 6
@@ -327,10 +328,37 @@ def hooked(hook: Any) -> Model:
     return net
 
 
-def with_old_norm() -> Model:
-    net = Model()
-    net.middle = torch.nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH))
-    return net
+class NormsWeight(Model):
+    def make_middle(self) -> None:
+        self.middle = torch.nn.utils.weight_norm(nn.Linear(WIDTH, WIDTH))
+
+
+class NormsSpectrum(Model):
+    def make_middle(self) -> None:
+        self.middle = torch.nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH))
+
+
+class Prunes(Model):
+    def make_middle(self) -> None:
+        self.middle = nn.Linear(WIDTH, WIDTH)
+        prune.random_unstructured(self.middle, "weight", 0.5)
+
+
+class SetsInContainer(Model):
+    """Its container, away from partition 0, sets what a child elsewhere does not see."""
+
+    def make_middle(self) -> None:
+        self.middle = SetsInside()
+
+
+class SetsInside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = Layer(), Layer()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.one.scale = 2.0 * len(x)
+        return self.two(self.one(x))
 
 
 class TwoNames(nn.Module):
@@ -364,6 +392,7 @@ MODELS = {
     for model in (
         FillsBuffer, FillsWithOwn, FillsInContainer, ChangesInContainer, GivesArgumentBack, UsesReturnedBuffer, Complex, GradientInside, Recurrent,
         UsesParameters, ChangesViews, ViewsOfGradients, StridesOfGradients,
+        NormsWeight, NormsSpectrum, Prunes,
     )
 }  # fmt: skip
 
