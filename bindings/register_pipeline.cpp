@@ -3,6 +3,7 @@
 #include <c10/core/StorageImpl.h>
 #include <smp/error.h>
 #include <smp/pipeline/engine.h>
+#include <smp/pipeline/nodes.h>
 #include <smp/pipeline/policy.h>
 #include <smp/pipeline/random.h>
 #include <torch/csrc/Exceptions.h>
@@ -321,6 +322,30 @@ class PlainMicrobatch {
   std::optional<smp::pipeline::StreamScope> stream_;
 };
 
+/// OpenLifts as a context manager.
+class OpenLiftsContext {
+ public:
+  OpenLiftsContext(const py::sequence& roots, const py::sequence& wanted)
+      : roots_(unwrap_all(roots)), wanted_(unwrap_all(wanted)) {}
+  void enter() { open_ = std::make_unique<smp::pipeline::OpenLifts>(roots_, wanted_); }
+  void exit() { open_.reset(); }
+
+ private:
+  static std::vector<at::Tensor> unwrap_all(const py::sequence& items) {
+    std::vector<at::Tensor> tensors;
+    for (const auto& item : items) {
+      if (THPVariable_Check(item.ptr())) {  // else a GradientEdge
+        tensors.push_back(THPVariable_Unpack(item.ptr()));
+      }
+    }
+    return tensors;
+  }
+
+  std::vector<at::Tensor> roots_;
+  std::vector<at::Tensor> wanted_;
+  std::unique_ptr<smp::pipeline::OpenLifts> open_;
+};
+
 void register_random(py::module_& module) {
   module.def("draw_key", &smp::pipeline::draw_key, "The next 64 bits of this thread's stream of random numbers.");
   module.def(
@@ -344,6 +369,10 @@ void register_random(py::module_& module) {
 void register_pipeline(py::module_& module) {
   register_failure(module);
   register_engine(module);
+  py::class_<OpenLiftsContext>(module, "OpenLifts", "In an autograd.grad, graphs go on through lifted tensors.")
+      .def(py::init<py::sequence, py::sequence>(), py::arg("roots"), py::arg("wanted"))
+      .def("__enter__", &OpenLiftsContext::enter)
+      .def("__exit__", [](OpenLiftsContext& context, const py::args&) { context.exit(); });
   register_random(module);
   module.def(
       "is_elsewhere", [](const at::Tensor& tensor) { return tensor.key_set().has(c10::DispatchKey::DeferredInit); },

@@ -100,6 +100,21 @@ int Engine::home_of(const at::Tensor& x) const {
   return it == parameter_index_.end() ? partition_ : options_.parameters[static_cast<std::size_t>(it->second)].home;
 }
 
+void Engine::check_not_used(const std::vector<at::Tensor>& tensors, std::int32_t module) const {
+  const auto& info = options_.modules[static_cast<std::size_t>(module)];
+  for (const auto& x : tensors) {
+    const auto it = parameter_index_.find(x.unsafeGetTensorImpl());
+    if (it != parameter_index_.end() &&
+        std::find(info.parameters.begin(), info.parameters.end(), it->second) != info.parameters.end()) {
+      throw_usage(
+          "autograd.grad was asked for the gradient of parameter '{}', which module '{}' used: its home alone knows "
+          "that "
+          "gradient. Call model.backward(loss) and read .grad after the step, or call autograd.grad inside the module",
+          options_.parameters[static_cast<std::size_t>(it->second)].name, info.name);
+    }
+  }
+}
+
 int Engine::common_home(const std::vector<at::Tensor>& tensors) const {
   std::vector<std::int64_t> bytes(options_.peers.size(), 0);
   std::vector<std::int64_t> parameter_bytes(options_.peers.size(), 0);
@@ -182,7 +197,8 @@ at::Tensor Engine::lift(const at::Tensor& x, int home) {
     auto out = new_remote(owner, value, TensorMeta::of(x));
     auto handle = new_handle(owner, record);
     if (tracked(x)) {
-      torch::autograd::set_history(out, c10::make_intrusive<LiftNode>(std::move(handle)));
+      const auto beyond = [x] { return torch::autograd::impl::gradient_edge(x); };
+      torch::autograd::set_history(out, c10::make_intrusive<LiftNode>(std::move(handle), beyond));
     }
     return owner == home ? out : move(out, home);
   }
@@ -219,9 +235,13 @@ at::Tensor Engine::lift(const at::Tensor& x, int home) {
       }
     }
     const auto id = new_ids();
+    const auto beyond = [of = std::weak_ptr<CallRecord>(record)] {
+      const auto alive = of.lock();
+      return alive && !alive->outputs.empty() ? alive->outputs[0] : torch::autograd::Edge();
+    };
     sums_.open_call(record->parameters, record->microbatch);
-    store(id, std::move(record));
-    torch::autograd::set_history(out, c10::make_intrusive<LiftNode>(new_handle(partition_, id)));
+    store(id, record);
+    torch::autograd::set_history(out, c10::make_intrusive<LiftNode>(new_handle(partition_, id), beyond));
   }
   return out;
 }

@@ -113,12 +113,37 @@ variable_list LiftNode::apply(variable_list&& gradients) {
   if (gradients[0].defined()) {
     auto& engine = issuing_engine();
     if (!accumulates()) {
-      return {};
+      return num_outputs() == 0 ? variable_list{}
+                                : variable_list{engine.to_home(gradients[0], engine.partition(), /*remember=*/false)};
     }
     const auto gradient = engine.to_home(gradients[0], record_->home(), /*remember=*/false);
     engine.issue(record_->home(), Accumulate{record_->id(), handle_of(gradient)->id(), pass(), keep_graph()});
   }
-  return {};
+  return variable_list(num_outputs());
+}
+
+OpenLifts::OpenLifts(const std::vector<at::Tensor>& roots, const std::vector<at::Tensor>& wanted) {
+  const auto& engine = *current_frame()->engine;
+  for (const auto& root : roots) {
+    if (!root.requires_grad()) {
+      continue;
+    }
+    walk(torch::autograd::impl::gradient_edge(root), [&](const Edge& edge) {
+      if (const auto* call = dynamic_cast<const CallNode*>(edge.function.get())) {
+        engine.check_not_used(wanted, call->module());
+      } else if (auto* lift = dynamic_cast<LiftNode*>(edge.function.get())) {
+        lift->open();
+        opened_.push_back(edge.function);
+      }
+      return true;
+    });
+  }
+}
+
+OpenLifts::~OpenLifts() {
+  for (const auto& node : opened_) {
+    static_cast<LiftNode*>(node.get())->close();
+  }
 }
 
 variable_list CaptureNode::apply(variable_list&& gradients) {

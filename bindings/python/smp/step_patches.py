@@ -93,11 +93,30 @@ class RefusedBackward:
         torch.autograd.backward = self.original
 
 
+class _GradientsOfLocalTensors:
+    """`torch.autograd.grad` in a step also reaches tensors of this process that modules elsewhere used."""
+
+    def __init__(self) -> None:
+        self._original = torch.autograd._engine_run_backward
+        torch.autograd._engine_run_backward = self._run
+
+    def _run(self, outputs: Sequence[Any], *args: Any, accumulate_grad: bool, **kwargs: Any) -> Any:
+        _, _, _, inputs, *_ = args
+        if accumulate_grad or not _C.in_frame():
+            return self._original(outputs, *args, accumulate_grad=accumulate_grad, **kwargs)
+        with _C.OpenLifts(outputs, inputs):
+            return self._original(outputs, *args, accumulate_grad=accumulate_grad, **kwargs)
+
+    def close(self) -> None:
+        torch.autograd._engine_run_backward = self._original
+
+
 class StepPatches:
     """Installed by the model, taken back by `close`."""
 
     def __init__(self, fetch: Callable[[torch.Tensor], torch.Tensor], parameters: Collection[torch.Tensor]) -> None:
         self._norms = _NormsOverAllRanks(parameters)
+        self._gradients = _GradientsOfLocalTensors()
         self._fetch = fetch
         self._default = torch.random.default_generator
         self._text = torch._tensor_str._str
@@ -125,6 +144,7 @@ class StepPatches:
 
     def close(self) -> None:
         self._norms.close()
+        self._gradients.close()
         for name, make in self._makers.items():
             setattr(torch.Tensor, name, make)
         torch.random.default_generator = self._default

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from module_models import (
+    HasScale,
     HOMES,
     MICROBATCHES,
     MODELS,
@@ -126,6 +127,44 @@ def recompute(how: dict[str, Any] | None) -> dict[str, Any]:
         torch.manual_seed(1)
         losses = [loss for step in range(STEPS) for loss in train_step(model, make_batch(step)).outputs]
         return outcome(losses, model.local_named_parameters())
+
+
+def attacked(model: Any, x: torch.Tensor, backward: Any) -> torch.Tensor:
+    """One microbatch of adversarial training: gradients for what the network was given, and for a parameter in glue."""
+    x = x.detach().requires_grad_()
+    seen = x * 2
+    inner = model.module if isinstance(model, smp.DistributedModel) else model
+    loss = (model(seen) * inner.scale).square().mean()
+    by_input, by_seen, by_scale = torch.autograd.grad(loss, (x, seen, inner.scale), retain_graph=True)
+    loss = loss + model(x.detach() + 0.1 * by_input.sign() + by_seen * by_scale).square().mean()
+    backward(loss)
+    return loss
+
+
+@smp.step
+def attacked_step(model, x):
+    return attacked(model, x, model.backward)
+
+
+@smp.step
+def gradient_of_a_parameter(model, x):
+    torch.autograd.grad(model(x).sum(), model.module.first.linear.weight, allow_unused=True)
+
+
+def adversarial(homes: str | None) -> Any:
+    torch.manual_seed(0)
+    net = HasScale()
+    if homes is None:
+        losses = []
+        for step in range(STEPS):
+            for part in make_batch(step).chunk(MICROBATCHES):
+                losses.append(attacked(net, part, lambda loss: (loss / MICROBATCHES).backward()).detach())
+        return outcome(losses, net.named_parameters())
+    with job(2, MICROBATCHES):
+        model = distribute(net, homes)
+        losses = [loss for step in range(STEPS) for loss in attacked_step(model, make_batch(step)).outputs]
+        result = outcome(losses, model.local_named_parameters())
+        return {**result, "refused": raised(gradient_of_a_parameter, model, make_batch(0))}
 
 
 def state_set_on_a_module_elsewhere() -> dict[str, str]:

@@ -344,6 +344,12 @@ class Prunes(Model):
         prune.random_unstructured(self.middle, "weight", 0.5)
 
 
+class HasScale(Model):
+    def make_middle(self) -> None:
+        self.middle = Layer()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+
 class SetsInContainer(Model):
     """Its container, away from partition 0, sets what a child elsewhere does not see."""
 

@@ -52,6 +52,15 @@ def test_recomputation_in_glue_draws_the_same_again(clusters, reentrant):
         assert all(torch.equal(a["gradients"][name], b["gradients"][name]) for name in a["gradients"])
 
 
+@pytest.mark.parametrize("homes", ["middle", "others"])
+def test_gradients_of_what_the_network_was_given(clusters, homes):
+    outcomes = clusters(2).run(module_cases.adversarial, homes)
+    for result in outcomes:
+        kind, message = result.pop("refused")
+        assert kind == "SMPUsageError" and "gradient of parameter 'first.linear.weight'" in message
+    check_same(outcomes, module_cases.adversarial(None))
+
+
 def test_a_change_that_another_name_of_the_memory_does_not_see_is_refused(clusters):
     for name, (_, message) in clusters(2).run(module_cases.memory_of_two_names)[0].items():
         assert "shares memory" in message and "Clone" in message, name

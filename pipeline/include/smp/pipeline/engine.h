@@ -174,6 +174,8 @@ class Engine {
   [[nodiscard]] int common_home(const std::vector<at::Tensor>& tensors) const;
   /// The home of a registered parameter, else this partition.
   [[nodiscard]] int home_of(const at::Tensor& x) const;
+  /// Throws UsageError when one of the tensors is a parameter in the subtree of a module.
+  void check_not_used(const std::vector<at::Tensor>& tensors, std::int32_t module) const;
 
   // ---- looking at it
 

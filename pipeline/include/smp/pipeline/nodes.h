@@ -3,6 +3,7 @@
 
 #include <torch/csrc/autograd/function.h>
 
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -25,6 +26,7 @@ class CallNode final : public torch::autograd::Node {
         reach_(std::move(reach)) {}
   torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override;
   void release_variables() override { released_ = true; }
+  [[nodiscard]] std::int32_t module() const { return module_; }
   [[nodiscard]] std::string name() const override { return "smp::CallNode"; }
 
  private:
@@ -50,12 +52,34 @@ class MoveNode final : public torch::autograd::Node {
 /// Where the graph of a frame meets a parameter or a local tensor: issues ACCUMULATE.
 class LiftNode final : public torch::autograd::Node {
  public:
-  explicit LiftNode(Handle record) : record_(std::move(record)) {}
+  /// `beyond`: where the graph of the parameter or local tensor begins; without function once that was freed.
+  LiftNode(Handle record, std::function<torch::autograd::Edge()> beyond)
+      : record_(std::move(record)), beyond_(std::move(beyond)) {
+    update_topological_nr(beyond_());
+  }
   torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override;
+  /// See OpenLifts.
+  void open() { next_edges_ = {beyond_()}; }
+  void close() { next_edges_.clear(); }
   [[nodiscard]] std::string name() const override { return "smp::LiftNode"; }
 
  private:
   Handle record_;
+  std::function<torch::autograd::Edge()> beyond_;
+};
+
+/// For the time of an autograd.grad in a frame: the graph below `roots` goes on through parameters and local tensors,
+/// whose gradients may be asked for. Throws UsageError where one of `wanted` is a parameter that a call used: its home
+/// alone knows that gradient.
+class OpenLifts {
+ public:
+  OpenLifts(const std::vector<at::Tensor>& roots, const std::vector<at::Tensor>& wanted);
+  ~OpenLifts();
+  OpenLifts(const OpenLifts&) = delete;
+  OpenLifts& operator=(const OpenLifts&) = delete;
+
+ private:
+  std::vector<c10::intrusive_ptr<torch::autograd::Node>> opened_;
 };
 
 /// Where the graph of a call meets its inputs: keeps their gradients. The inputs are not leaves, so in-place works on
