@@ -1,4 +1,4 @@
-"""A plain GPT: what the benchmarks split over two ranks, by the library, by hand, or not at all."""
+"""A plain GPT: what the benchmarks split over ranks, by the library, by hand, or not at all."""
 
 from typing import NamedTuple
 
@@ -55,30 +55,41 @@ class Front(nn.Module):
         return h
 
 
-class Back(nn.Module):
-    """More blocks, and the head: [rows, length, hidden] to [rows, length, VOCABULARY]."""
+class Middle(nn.Module):
+    """Blocks alone: [rows, length, hidden] to the same."""
 
     def __init__(self, size: Size, blocks: int) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block(size.hidden) for _ in range(blocks))
-        self.norm, self.head = nn.LayerNorm(size.hidden), nn.Linear(size.hidden, VOCABULARY, bias=False)
 
     def forward(self, h: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             h = block(h)
-        return self.head(self.norm(h))
+        return h
+
+
+class Back(Middle):
+    """More blocks, and the head: [rows, length, hidden] to [rows, length, VOCABULARY]."""
+
+    def __init__(self, size: Size, blocks: int) -> None:
+        super().__init__(size, blocks)
+        self.norm, self.head = nn.LayerNorm(size.hidden), nn.Linear(size.hidden, VOCABULARY, bias=False)
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(super().forward(h)))
 
 
 class Model(nn.Module):
-    """Both halves; the same weights for each call."""
+    """The parts one after another, of as many blocks each; the same weights for each call."""
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: Size, parts: int = 2) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.front, self.back = Front(size, BLOCKS // 2), Back(size, BLOCKS // 2)
+        kinds = [Front, *[Middle] * (parts - 2), Back]
+        self.parts = nn.Sequential(*(kind(size, BLOCKS // parts) for kind in kinds))
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.back(self.front(ids))
+        return self.parts(ids)
 
 
 def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,10 @@
-"""A GPT over two ranks: this library, PyTorch's own pipelining split by hand at the same place, and what these cores could give.
+"""A GPT over ranks: this library, PyTorch's own pipelining split by hand at the same place, and what these cores could give.
 
-mpirun -np 2 python benchmarks/pipeline.py [--size large|medium|small] [--microbatches 8]
+mpirun -np 2 python benchmarks/pipeline.py [--ranks 2] [--size large|medium|small] [--microbatches 8]
 
-In one run, in turns: (a) one plain process, (b) the library, (c) torch.distributed.pipelining with Schedule1F1B over Gloo, (d) two plain
-processes at once. The bound of a pipeline of p ranks and m microbatches is m / (m + p - 1) of what (d) does in the same time.
+In one run, in turns: (a) one plain process, (b) the library, (c) torch.distributed.pipelining with Schedule1F1B over Gloo, (d) as many plain
+processes at once as there are ranks. The bound of a pipeline of p ranks and m microbatches is m / (m + p - 1) of what (d) does in
+the same time.
 """
 
 import argparse
@@ -24,6 +25,7 @@ import smp
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--size", choices=SIZES, default="medium")
+    parser.add_argument("--ranks", type=int, choices=(2, 4, 8), default=2, help="as many as mpirun starts")
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--steps", type=int, default=2, help="steps in one measurement")
@@ -31,7 +33,7 @@ def read_options() -> argparse.Namespace:
 
 
 def plain_way(options: argparse.Namespace) -> Callable[[torch.Tensor], list[torch.Tensor]]:
-    model = Model(SIZES[options.size])
+    model = Model(SIZES[options.size], smp.size())
 
     def step(ids: torch.Tensor) -> list[torch.Tensor]:
         losses = []
@@ -45,9 +47,9 @@ def plain_way(options: argparse.Namespace) -> Callable[[torch.Tensor], list[torc
 
 
 def library_way(options: argparse.Namespace) -> Callable[[torch.Tensor], list[torch.Tensor]]:
-    net = Model(SIZES[options.size])
-    smp.set_partition(net.front, 0)
-    smp.set_partition(net.back, 1)
+    net = Model(SIZES[options.size], smp.size())
+    for home, part in enumerate(net.parts):
+        smp.set_partition(part, home)
     model = smp.DistributedModel(net)
 
     @smp.step
@@ -61,17 +63,18 @@ def library_way(options: argparse.Namespace) -> Callable[[torch.Tensor], list[to
 
 def hand_split_way(options: argparse.Namespace, rank: int) -> Callable[[torch.Tensor], list[torch.Tensor]]:
     size = SIZES[options.size]
-    model = Model(size)
-    half = model.front if rank == 0 else model.back
-    stage = PipelineStage(half, rank, 2, torch.device("cpu"))
+    ranks = smp.size()
+    stage = PipelineStage(Model(size, ranks).parts[rank], rank, ranks, torch.device("cpu"))
     schedule = Schedule1F1B(stage, options.microbatches, loss_fn=loss_of)
 
     def step(ids: torch.Tensor) -> list[torch.Tensor]:
         losses: list[torch.Tensor] = []
         if rank == 0:
             schedule.step(ids)
-        else:
+        elif rank == ranks - 1:
             schedule.step(target=ids, losses=losses)
+        else:
+            schedule.step()
         return losses
 
     return step
@@ -91,10 +94,10 @@ def seconds_of(
 def main() -> None:
     options = read_options()
     torch.set_num_threads(1)
-    smp.init({"partitions": 2, "microbatches": options.microbatches, "auto_partition": False})
-    rank, size = smp.rank(), SIZES[options.size]
+    smp.init({"partitions": options.ranks, "microbatches": options.microbatches, "auto_partition": False})
+    rank, ranks, size = smp.rank(), smp.size(), SIZES[options.size]
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": os.environ.get("MASTER_PORT", "29519")}
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+    dist.init_process_group("gloo", rank=rank, world_size=ranks)
     ways = {
         "plain": plain_way(options),
         "library": library_way(options),
@@ -105,17 +108,17 @@ def main() -> None:
     rows = size.rows * options.microbatches
     batches = [torch.randint(VOCABULARY, (rows, size.length), generator=generator) for _ in range(options.steps)]
     losses = {name: step(batches[0]) for name, step in ways.items()}  # and warms up
-    if rank == 1:  # where all three have losses
+    if rank == ranks - 1:  # where all three have losses
         for name in ("library", "by hand"):
             equal = all(torch.equal(a, b) for a, b in zip(losses[name], losses["plain"], strict=True))
             print(f"losses of '{name}' equal those of one plain process: {equal}", flush=True)
 
-    seconds: dict[str, list[float]] = {name: [] for name in ("plain", "library", "by hand", "two plain at once")}
+    seconds: dict[str, list[float]] = {name: [] for name in ("plain", "library", "by hand", "plain, all at once")}
     for repeat in range(options.repeats + 1):
         measured = {
             "library": seconds_of(ways["library"], batches, smp.barrier),
             "by hand": seconds_of(ways["by hand"], batches, smp.barrier),
-            "two plain at once": seconds_of(ways["plain"], batches, smp.barrier),
+            "plain, all at once": seconds_of(ways["plain"], batches, smp.barrier),
         }
         if rank == 0:
             measured["plain"] = seconds_of(ways["plain"], batches, lambda: None)
@@ -130,7 +133,7 @@ def main() -> None:
 
 
 def report(options: argparse.Namespace, seconds: dict[str, list[float]]) -> None:
-    m, p = options.microbatches, 2
+    m, p = options.microbatches, smp.size()
     print(describe(f"{p} ranks of 1 thread"))
     print(
         f"size {options.size} {SIZES[options.size]}, {m} microbatches; median (lowest - highest) of {options.repeats} measurements"
@@ -139,8 +142,8 @@ def report(options: argparse.Namespace, seconds: dict[str, list[float]]) -> None
     for name, values in seconds.items():
         print(f"{name:20} {medians[name] * 1e3:8.1f} ms a step ({min(values) * 1e3:.1f} - {max(values) * 1e3:.1f})")
     print(f"a microbatch on one rank: {medians['plain'] / m / p * 1e3:.1f} ms")
-    # Two plain processes do two steps in their time; a pipeline does one, and fills and drains once.
-    bounds = [t / p * (m + p - 1) / m for t in seconds["two plain at once"]]
+    # Plain processes at once do a step each in their time; a pipeline does one, and fills and drains once.
+    bounds = [t / p * (m + p - 1) / m for t in seconds["plain, all at once"]]
     for name in ("library", "by hand"):
         shares = [bound / t for bound, t in zip(bounds, seconds[name], strict=True)]
         print(
