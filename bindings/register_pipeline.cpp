@@ -5,7 +5,7 @@
 #include <smp/pipeline/engine.h>
 #include <smp/pipeline/nodes.h>
 #include <smp/pipeline/policy.h>
-#include <smp/pipeline/random.h>
+#include <smp/random.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
@@ -139,8 +139,9 @@ class PythonHost final : public Host {
 
 EngineOptions make_options(const std::string& pipeline, int active_microbatches, double stall_timeout_s,
                            bool rng_by_module, std::vector<int> peers, const py::list& modules,
-                           const py::list& parameters, std::uint32_t generation) {
+                           const py::list& parameters, std::vector<int> shared, std::uint32_t generation) {
   EngineOptions options;
+  options.shared = std::move(shared);
   options.stall_timeout_s = stall_timeout_s;
   options.rng_by_module = rng_by_module;
   options.policy = smp::pipeline::policy_named(pipeline);
@@ -162,9 +163,9 @@ EngineOptions make_options(const std::string& pipeline, int active_microbatches,
 std::shared_ptr<Engine> make_engine(std::shared_ptr<smp::Transport> transport, py::object host,
                                     const std::string& pipeline, int active_microbatches, double stall_timeout_s,
                                     bool rng_by_module, std::vector<int> peers, const py::list& modules,
-                                    const py::list& parameters, std::uint32_t generation) {
+                                    const py::list& parameters, std::vector<int> shared, std::uint32_t generation) {
   auto options = make_options(pipeline, active_microbatches, stall_timeout_s, rng_by_module, std::move(peers), modules,
-                              parameters, generation);
+                              parameters, std::move(shared), generation);
   auto python_host = std::make_shared<PythonHost>(std::move(host));
   const py::gil_scoped_release release;
   auto* engine = new Engine(std::move(transport), std::move(python_host), std::move(options));
@@ -222,7 +223,7 @@ void register_engine(py::module_& module) {
   py::class_<Engine, std::shared_ptr<Engine>>(module, "Engine", "The interpreter of one rank.")
       .def(py::init(&make_engine), py::arg("transport"), py::arg("host"), py::arg("pipeline"),
            py::arg("active_microbatches"), py::arg("stall_timeout_s"), py::arg("rng_by_module"), py::arg("peers"),
-           py::arg("modules"), py::arg("parameters"), py::arg("generation"))
+           py::arg("modules"), py::arg("parameters"), py::arg("shared"), py::arg("generation"))
       .def_property_readonly("partition", &Engine::partition)
       .def_property_readonly("partitions", &Engine::partitions)
       .def("begin_step", &Engine::begin_step, without_gil)
@@ -306,9 +307,9 @@ void register_engine(py::module_& module) {
 class PlainMicrobatch {
  public:
   PlainMicrobatch(std::uint64_t step_key, std::uint64_t microbatch)
-      : key_(smp::pipeline::mix(step_key, microbatch)), before_(smp::pipeline::RandomState::of_defaults()) {}
+      : key_(smp::mix(step_key, microbatch)), before_(smp::RandomState::of_defaults()) {}
   void enter() {
-    smp::pipeline::seed_defaults(key_);
+    smp::seed_defaults(key_);
     stream_.emplace(at::Generator(), /*apart=*/true);
   }
   void exit() {
@@ -318,8 +319,8 @@ class PlainMicrobatch {
 
  private:
   std::uint64_t key_;
-  smp::pipeline::RandomState before_;
-  std::optional<smp::pipeline::StreamScope> stream_;
+  smp::RandomState before_;
+  std::optional<smp::StreamScope> stream_;
 };
 
 /// OpenLifts as a context manager.
@@ -347,17 +348,21 @@ class OpenLiftsContext {
 };
 
 void register_random(py::module_& module) {
-  module.def("draw_key", &smp::pipeline::draw_key, "The next 64 bits of this thread's stream of random numbers.");
+  module.def("seed_defaults", &smp::seed_defaults, py::arg("key"));
+  py::class_<smp::RandomState>(module, "RandomState", "The states of the default generators now.")
+      .def(py::init(&smp::RandomState::of_defaults))
+      .def("restore", &smp::RandomState::restore);
+  module.def("draw_key", &smp::draw_key, "The next 64 bits of this thread's stream of random numbers.");
   module.def(
       "own_stream",
       []() -> std::optional<at::Generator> {
-        auto generator = smp::pipeline::own_stream();
+        auto generator = smp::own_stream();
         return generator.defined() ? std::optional(std::move(generator)) : std::nullopt;
       },
       "The generator that is this thread's stream of random numbers; None where that is the default one.");
-  module.def("enter_module", &smp::pipeline::enter_module,
+  module.def("enter_module", &smp::enter_module,
              "Gives a module a stream of its own, seeded by the caller's.");
-  module.def("leave_module", &smp::pipeline::leave_module, "Goes on with the stream of the caller.");
+  module.def("leave_module", &smp::leave_module, "Goes on with the stream of the caller.");
   py::class_<PlainMicrobatch>(module, "PlainMicrobatch", "Random numbers of a microbatch with one partition.")
       .def(py::init<std::uint64_t, std::uint64_t>(), py::arg("step_key"), py::arg("microbatch"))
       .def("__enter__", &PlainMicrobatch::enter)

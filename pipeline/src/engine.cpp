@@ -1,5 +1,6 @@
 // Steps and failures of the engine; engine.h says which source holds the rest.
 #include "smp/pipeline/engine.h"
+#include "smp/pipeline/nodes.h"
 
 #include <ATen/Parallel.h>
 
@@ -67,6 +68,17 @@ Engine::Engine(std::shared_ptr<Transport> transport, std::shared_ptr<Host> host,
   for (std::size_t i = 0; i < options_.parameters.size(); ++i) {
     parameter_index_.emplace(options_.parameters[i].tensor.unsafeGetTensorImpl(), static_cast<int>(i));
   }
+  for (const auto& module : options_.modules) {
+    shared_.emplace_back();
+    std::copy_if(module.parameters.begin(), module.parameters.end(), std::back_inserter(shared_.back()), [&](int p) {
+      return std::find(options_.shared.begin(), options_.shared.end(), p) != options_.shared.end();
+    });
+  }
+  for (std::size_t i = 0; i < options_.parameters.size(); ++i) {
+    if (const auto& [name, tensor, home] = options_.parameters[i]; home == partition_) {
+      watch_gradient(tensor, *this, static_cast<int>(i));
+    }
+  }
   nested_frames_ = std::any_of(options_.modules.begin(), options_.modules.end(),
                                [](const ModuleInfo& m) { return m.container && m.home != 0; });
   {
@@ -103,6 +115,9 @@ void Engine::close() {
   }
   for (auto& thread : threads) {
     thread.join();
+  }
+  for (const auto& parameter : options_.parameters) {
+    unwatch_gradient(parameter.tensor);
   }
   {
     const std::lock_guard lock(mutex_);

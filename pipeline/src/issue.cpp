@@ -10,7 +10,7 @@
 #include "smp/error.h"
 #include "smp/pipeline/engine.h"
 #include "smp/pipeline/nodes.h"
-#include "smp/pipeline/random.h"
+#include "smp/random.h"
 
 namespace smp::pipeline {
 namespace {
@@ -244,6 +244,20 @@ at::Tensor Engine::lift(const at::Tensor& x, int home) {
     torch::autograd::set_history(out, c10::make_intrusive<LiftNode>(new_handle(partition_, id), beyond));
   }
   return out;
+}
+
+void Engine::accumulate(int parameter, const at::Tensor& gradient, std::int64_t pass) {
+  auto record = std::make_shared<CallRecord>();
+  record->microbatch = here().microbatch;
+  record->outputs = {
+      torch::autograd::impl::gradient_edge(options_.parameters[static_cast<std::size_t>(parameter)].tensor)};
+  record->parameters = {parameter};
+  sums_.open_call(record->parameters, record->microbatch);
+  const auto id = new_ids();
+  const auto handle = new_handle(partition_, id);  // until it is issued
+  store(id, std::move(record));
+  const auto arrived = to_home(gradient, partition_, /*remember=*/false);
+  issue(partition_, Accumulate{id, handle_of(arrived)->id(), pass, /*keep_graph=*/false});
 }
 
 ValueId Engine::begin_fetch(const at::Tensor& x) {

@@ -1,6 +1,7 @@
 #include "smp/pipeline/nodes.h"
 
 #include <ATen/ops/zeros.h>
+#include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/graph_task.h>
 
@@ -149,6 +150,35 @@ OpenLifts::~OpenLifts() {
 variable_list CaptureNode::apply(variable_list&& gradients) {
   captured_->gradients = std::move(gradients);
   return {};
+}
+
+namespace {
+
+class GradientWatch final : public torch::autograd::FunctionPreHook {
+ public:
+  GradientWatch(Engine& engine, int index) : engine_(&engine), index_(index) {}
+  variable_list operator()(const variable_list& gradients) override {
+    if (!gradients[0].defined() || !is_remote(gradients[0]) || !accumulates()) {
+      return gradients;
+    }
+    engine_->accumulate(index_, gradients[0], pass());
+    return {at::Tensor()};
+  }
+
+ private:
+  Engine* engine_;
+  int index_;
+};
+
+}  // namespace
+
+void watch_gradient(const at::Tensor& parameter, Engine& engine, int index) {
+  torch::autograd::impl::add_hook(parameter, std::make_unique<GradientWatch>(engine, index));
+}
+
+void unwatch_gradient(const at::Tensor& parameter) {
+  std::erase_if(torch::autograd::impl::hooks(parameter),
+                [](const auto& hook) { return dynamic_cast<const GradientWatch*>(hook.get()) != nullptr; });
 }
 
 std::vector<std::uint8_t> reachable(const std::vector<Edge>& roots, const Node* capture, std::size_t inputs) {

@@ -16,7 +16,7 @@
 #include "smp/pipeline/arguments.h"
 #include "smp/pipeline/engine.h"
 #include "smp/pipeline/operators.h"
-#include "smp/pipeline/random.h"
+#include "smp/random.h"
 
 namespace smp::pipeline {
 namespace {
@@ -63,12 +63,18 @@ bool looks_into(const c10::FunctionSchema& schema, std::size_t argument) {
   if (schema.name() == "aten::_pack_padded_sequence" || schema.name() == "aten::_pad_packed_sequence") {
     return argument == 1;  // lengths and batch sizes, which lie on the CPU
   }
+  if (schema.name() == "aten::_pack_padded_sequence_backward") {
+    return argument == 2;
+  }
   if (schema.overload_name() == "data" && (schema.name() == "aten::lstm" || schema.name() == "aten::gru" ||
                                            schema.name() == "aten::rnn_tanh" || schema.name() == "aten::rnn_relu")) {
     return argument == 1;  // batch sizes
   }
   return schema.name() == "aten::ctc_loss" && schema.overload_name() == "Tensor" && argument >= 2;
 }
+
+/// Gives a tensor without strides, which nothing here can describe.
+bool makes_nested(std::string_view name) { return name.find("nested_tensor") != std::string_view::npos; }
 
 /// Takes strides that its issuer made from those of its first argument.
 bool relies_on_layout(std::string_view name) { return name.starts_with("aten::as_strided"); }
@@ -237,6 +243,12 @@ void issue_operator(const c10::OperatorHandle& op, c10::DispatchKeySet /*keys*/,
     throw_usage(
         "{} was called outside a step on a tensor that lives on another partition: return the tensor from the "
         "@smp.step function, or read it inside",
+        schema.name());
+  }
+  if (makes_nested(schema.name())) {
+    throw_usage(
+        "{} makes a nested tensor of a tensor that lives on another partition, which is not possible. Of "
+        "nn.TransformerEncoder: pass enable_nested_tensor=False to it, or place it on one partition as a whole",
         schema.name());
   }
   auto& engine = *frame->engine;

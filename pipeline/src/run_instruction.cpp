@@ -93,6 +93,12 @@ void Engine::run(const Instruction& instruction, const Call& call) {
     inputs.push_back(std::move(input));
   }
 
+  const auto& shared = shared_[static_cast<std::size_t>(call.module)];
+  std::vector<std::uint32_t> shared_versions;
+  for (int p : shared) {
+    shared_versions.push_back(options_.parameters[static_cast<std::size_t>(p)].tensor._version());
+  }
+
   Host::Outcome outcome;
   CallReport report;
   std::vector<at::Tensor> outputs;
@@ -105,6 +111,16 @@ void Engine::run(const Instruction& instruction, const Call& call) {
     {
       const ModeScope modes(call.modes);
       outcome = host_->run(call.module, call.tree, inputs, call.training);
+      for (std::size_t i = 0; i < shared.size(); ++i) {
+        const auto& parameter = options_.parameters[static_cast<std::size_t>(shared[i])];
+        if (parameter.tensor._version() != shared_versions[i]) {
+          throw_usage(
+              "module '{}' changed parameter '{}' in its forward (max_norm of an embedding does), and other modules "
+              "use it too: with several microbatches on their way they would see it at another time than in plain "
+              "PyTorch. Don't share it, or don't change it",
+              info.name, parameter.name);
+        }
+      }
       for (const auto& given : outcome.outputs) {
         report.same_as.push_back(input_that_is(given));
         const auto output = is_remote(given) ? given : resolved(given);

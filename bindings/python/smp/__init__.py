@@ -14,6 +14,8 @@ if torch.__version__.split("+")[0] != _C.built_with_torch.split("+")[0]:
         "again with this one"
     )
 
+from . import checkpointing
+from .checkpointing import set_activation_checkpointing
 from .communication import allgather, barrier, broadcast, dp_barrier, mp_barrier, recv_from, send
 from .dynamic import set_dynamic
 from .exceptions import SMPConfigError, SMPError, SMPFailureError, SMPUsageError
@@ -77,11 +79,11 @@ log.configure()
 
 __all__ = [
     "DP_GROUP", "DP_RANK", "MP_GROUP", "MP_RANK", "PP_GROUP", "PP_RANK", "RDP_GROUP", "RDP_RANK", "TP_GROUP", "TP_RANK", "WORLD", "WORLD_RANK",
-    "CommGroup", "DistributedModel", "DistributedOptimizer", "PartitionReport", "RankSummary", "RankType", "SMPConfigError", "SMPError", "SMPFailureError",
-    "SMPUsageError", "StepFunction", "StepOutput", "TraceSummary", "allgather", "amp", "barrier", "broadcast", "dp_barrier", "dp_rank", "dp_size",
-    "get_dp_group", "get_dp_process_group", "get_mp_group", "get_mp_process_group", "get_partition_report", "get_pp_group",
-    "get_pp_process_group", "get_rdp_group", "get_rdp_process_group", "get_tp_group", "get_tp_process_group", "get_world_process_group", "init",
-    "is_initialized", "is_tracing", "launch", "local_rank", "local_size", "mp_barrier", "mp_rank", "mp_size", "num_microbatches", "partition", "pp_rank",
-    "pp_size", "rank", "rdp_rank", "rdp_size", "recv_from", "send", "set_dynamic", "set_partition", "shutdown", "size", "state", "step", "tp_rank", "tp_size",
-    "trace",
+    "CommGroup", "DistributedModel", "DistributedOptimizer", "PartitionReport", "RankSummary", "RankType", "SMPConfigError", "SMPError",
+    "SMPFailureError", "SMPUsageError", "StepFunction", "StepOutput", "TraceSummary", "allgather", "amp", "barrier", "broadcast", "checkpointing",
+    "dp_barrier", "dp_rank", "dp_size", "get_dp_group", "get_dp_process_group", "get_mp_group", "get_mp_process_group", "get_partition_report",
+    "get_pp_group", "get_pp_process_group", "get_rdp_group", "get_rdp_process_group", "get_tp_group", "get_tp_process_group",
+    "get_world_process_group", "init", "is_initialized", "is_tracing", "launch", "local_rank", "local_size", "mp_barrier", "mp_rank", "mp_size",
+    "num_microbatches", "partition", "pp_rank", "pp_size", "rank", "rdp_rank", "rdp_size", "recv_from", "send", "set_activation_checkpointing",
+    "set_dynamic", "set_partition", "shutdown", "size", "state", "step", "tp_rank", "tp_size", "trace",
 ]  # fmt: skip

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from . import _C
+from .checkpointing.asked import Request
+from .checkpointing.plan import Plan
 from .communication import allgather
 from .exceptions import SMPUsageError
 from .forwards import ReplacedForwards
@@ -107,6 +109,7 @@ class DistributedModel(nn.Module):
         # What code of one rank hooks in later is not known on the others.
         self._hooks = {m: hooks_of(m) for m in module.modules()}
         self._num_calls = 0  # of `forward` that run
+        self.checkpoints = Plan(module)
         self._refusal = RefusedBackward(self._is_in_step_function)
         self._streams: ReplacedForwards | None = None
         if self._partitioned and state.require_cfg().rng_by_module:
@@ -127,8 +130,19 @@ class DistributedModel(nn.Module):
     def _partition(self) -> None:
         if self._partitioned:
             return
-        self._runtime = Runtime(self.module, assign(self.module, state.require_cfg()), self._hooks)
+        assignment = assign(self.module, state.require_cfg(), self.checkpoints)
+        self._runtime = Runtime(self.module, assignment, self._hooks, self.checkpoints.runs())
         self._partitioned = True
+
+    def request_checkpointing(self, module: nn.Module, request: Request) -> None:
+        """For `smp.set_activation_checkpointing`. Raises SMPUsageError once modules are placed on several partitions."""
+        if self._runtime is not None:
+            raise SMPUsageError(
+                "set_activation_checkpointing was called after the model was partitioned: call it before the first step"
+            )
+        self.checkpoints.request(module, request)
+        if self._partitioned:
+            self.checkpoints.install()
 
     def prepare_step(self) -> Runtime | None:
         """Partitions the model if that was not done yet, and checks once that all ranks have the same. Collective."""
@@ -139,7 +153,9 @@ class DistributedModel(nn.Module):
         return self._runtime
 
     def _check_same_everywhere(self, runtime: Runtime) -> None:
-        mine = [f"module '{name}'" for name in runtime.names] + [
+        mine = [f"configuration {key}={value!r}" for key, value in vars(state.require_cfg()).items()]
+        mine += [f"module '{name}'" for name in runtime.names]
+        mine += [
             f"parameter '{name}' {list(p.shape)}, {p.dtype}, requires_grad={p.requires_grad}, on partition {home}"
             for name, p, home in runtime.parameters
         ]
@@ -149,12 +165,12 @@ class DistributedModel(nn.Module):
                 if here != there:
                     raise SMPUsageError(
                         f"the model of rank {topology.rank} differs from that of rank {rank}, first here: {here}, there: {there}. Every rank must "
-                        "build the same model with the same frozen parameters"
+                        "build the same model with the same frozen parameters, and call smp.init with the same configuration"
                     )
 
     def close(self) -> None:
         """Stops what runs for this model on this rank."""
-        for part in (self._runtime, self._streams, self._refusal):
+        for part in (self._runtime, self.checkpoints, self._streams, self._refusal):
             if part is not None:
                 part.close()
         self._runtime = self._streams = None

@@ -8,7 +8,7 @@ hold about the same number of parameter bytes.
 import functools
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from . import _C
+from .checkpointing.plan import Plan
 from .config import Config
 from .exceptions import SMPUsageError
 from .log import logger
@@ -40,21 +41,26 @@ class PartitionSummary:
             `name (own parameters)` where it owns parameters itself.
         parameters: number of parameter elements; a shared parameter counts once.
         share: their part of the model's parameters, 0 to 1.
+        regions: the modules that are checkpointed there by `smp.set_activation_checkpointing`, collapsed in the same way.
     """
 
     index: int
     modules: tuple[str, ...]
     parameters: int
     share: float
+    regions: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        names = list(self.modules[:_MAX_NAMES])
-        if len(self.modules) > _MAX_NAMES:
-            names.append(f"and {len(self.modules) - _MAX_NAMES} more")
+        checkpointed = f" | checkpointed: {_shorten(self.regions)}" if self.regions else ""
         return (
-            f"partition {self.index}: {', '.join(names) or 'no modules'} | "
-            f"{self.parameters:,} parameters, {self.share:.1%}"
+            f"partition {self.index}: {_shorten(self.modules) or 'no modules'} | "
+            f"{self.parameters:,} parameters, {self.share:.1%}{checkpointed}"
         )
+
+
+def _shorten(names: tuple[str, ...]) -> str:
+    more = [f"and {len(names) - _MAX_NAMES} more"] if len(names) > _MAX_NAMES else []
+    return ", ".join([*names[:_MAX_NAMES], *more])
 
 
 @dataclass(frozen=True)
@@ -224,13 +230,17 @@ def _make_tree(modules: dict[str, nn.Module]) -> "_C.ModuleTree":
     return tree
 
 
-def assign(module: nn.Module, cfg: Config) -> Assignment:
+def assign(module: nn.Module, cfg: Config, checkpoints: Plan | None = None) -> Assignment:
     """Decides the partition of each module. Every rank comes to the same decision by itself; nothing communicates.
 
     The report becomes `smp.get_partition_report()`; rank 0 logs it.
 
+    Args:
+        checkpoints: is told where modules are, and gives the report its regions.
+
     Raises:
-        SMPUsageError: marks are out of range or split modules that share a parameter, or a parameter has no shape yet.
+        SMPUsageError: marks are out of range or split modules that share a parameter, a parameter has no shape yet, or a module that is
+            placed by hand and to be checkpointed is split.
     """
     modules = dict(module.named_modules())
     tree = _make_tree(modules)
@@ -250,7 +260,9 @@ def assign(module: nn.Module, cfg: Config) -> Assignment:
         manual = {name for name, mark in zip(modules, marks, strict=True) if mark != _NOT_MARKED}
     home = dict(zip(modules, homes, strict=True))
 
-    report = make_report(modules, home, cfg.partitions)
+    if checkpoints is not None:
+        checkpoints.place(home, by_hand=not cfg.auto_partition)
+    report = make_report(modules, home, cfg.partitions, checkpoints.regions if checkpoints is not None else ())
     state.partition_report = report
     if state.topology is None or state.topology.rank == 0:
         _log(report)
@@ -295,8 +307,10 @@ def _topmost_modules(modules: dict[str, nn.Module], home: dict[str, int], partit
     return result
 
 
-def make_report(modules: dict[str, nn.Module], home: dict[str, int], partitions: int) -> PartitionReport:
-    """Sums up where modules went. A parameter counts once, at the first module that owns it."""
+def make_report(
+    modules: dict[str, nn.Module], home: dict[str, int], partitions: int, regions: Sequence[tuple[int, str]] = ()
+) -> PartitionReport:
+    """Sums up where modules went. A parameter counts once, at the first module that owns it. `regions`: partition and name."""
     counts = [0] * partitions
     seen: set[int] = set()
     for name, module in modules.items():
@@ -306,7 +320,11 @@ def make_report(modules: dict[str, nn.Module], home: dict[str, int], partitions:
                 counts[home[name]] += parameter.numel()
     total = max(sum(counts), 1)
     names = _topmost_modules(modules, home, partitions)
-    summaries = (PartitionSummary(i, _collapse(names[i]), count, count / total) for i, count in enumerate(counts))
+    checkpointed = [_collapse([name for where, name in regions if where == i]) for i in range(partitions)]
+    summaries = (
+        PartitionSummary(i, _collapse(names[i]), count, count / total, checkpointed[i])
+        for i, count in enumerate(counts)
+    )
     return PartitionReport(tuple(summaries), dict(home))
 
 

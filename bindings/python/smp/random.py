@@ -5,11 +5,30 @@ operator takes one key too. So what a module draws depends on where in the tree 
 Without the option a call to another rank does so, and modules inside it draw one after another, as in plain PyTorch.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from . import _C
+
+
+class _Seeded(threading.local):
+    pending = False
+
+
+_seeded = _Seeded()
+
+
+@contextlib.contextmanager
+def seeded_already() -> Iterator[None]:
+    """The first module that is called in the scope has its stream: the default generators were seeded for it."""
+    _seeded.pending = True
+    try:
+        yield
+    finally:
+        _seeded.pending = False
 
 
 def with_own_stream(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -17,6 +36,9 @@ def with_own_stream(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(forward)
     def scoped(*args: Any, **kwargs: Any) -> Any:
+        if _seeded.pending:
+            _seeded.pending = False
+            return forward(*args, **kwargs)
         _C.enter_module()
         try:
             return forward(*args, **kwargs)

@@ -4,7 +4,8 @@ import functools
 import itertools
 import pickle
 import traceback
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -12,6 +13,10 @@ from torch import nn
 from torch._C import _functorch
 
 from . import _C, trees
+from .checkpointing import asked
+from .checkpointing.plan import as_region, call_stack_here
+from .checkpointing.region import Site
+from .checkpointing.stack import Run
 from .dynamic import is_dynamic
 from .exceptions import SMPFailureError, SMPUsageError
 from .forwards import ReplacedForwards
@@ -62,7 +67,9 @@ def reraise(failure: _C.Failure, cause: BaseException | None = None) -> NoReturn
     if error is not None:
         ended += f":\n{failure.message}"
     else:
-        error = SMPFailureError(failure.message)
+        # What was raised stands last in the text.
+        last = failure.message.splitlines()[-1]
+        error = SMPFailureError(failure.message if last == failure.message else f"{last}\n{failure.message}")
     if failure.payload or failure.where or failure.microbatch >= 0:  # else the message itself says where
         error.add_note(ended)
     raise error from cause
@@ -79,13 +86,16 @@ class _Host:
         self, index: int, tree: bytes, tensors: list[torch.Tensor], training: bytes
     ) -> tuple[bytes, list[torch.Tensor]]:
         runtime = self._runtime
-        for module, flag in zip(runtime.subtrees[index], training, strict=True):
+        subtree = runtime.subtrees[index]
+        flags, mark = training[: len(subtree)], training[len(subtree) :]
+        for module, flag in zip(subtree, flags, strict=True):
             if module.training != bool(flag):
                 module.training = bool(flag)
         args, kwargs = trees.unpack(tree, tensors, runtime.modules)
         before = self._contents(index, args, kwargs)
         runtime.weight_hooks.run(runtime.modules[index], args)
-        result = runtime.forwards[index](*args, **kwargs)
+        forward = runtime.forward_of_call(index, mark)
+        result = forward(*args, **kwargs)
         if before is not None and before != self._contents(index, args, kwargs):
             self._warn_of_lost_change(index, args, kwargs)
         tree, tensors = trees.pack(result, runtime.module_numbers, f"the result of module {runtime.names[index]!r}")
@@ -131,20 +141,30 @@ class Runtime:
     Not collective, but every rank must make one for the same model and assignment.
     """
 
-    def __init__(self, module: nn.Module, assignment: Assignment, hooks: Mapping[nn.Module, tuple[int, ...]]) -> None:
-        """`hooks`: those that are part of the model, on every rank."""
+    def __init__(
+        self,
+        module: nn.Module,
+        assignment: Assignment,
+        hooks: Mapping[nn.Module, tuple[int, ...]],
+        runs: Sequence[tuple[str, Run, int]],
+    ) -> None:
+        """`hooks`: those that are part of the model, on every rank. `runs`: modules with their name and home that are not in the model's own
+        tree, but have children there.
+        """
         cfg, topology = state.require_cfg(), state.require_topology()
-        named = dict(module.named_modules())
+        named = dict(module.named_modules()) | {name: run for name, run, _ in runs}
+        homes_by_name = assignment.home | {name: home for name, _, home in runs}
         self.names = list(named)
         self.modules = list(named.values())
         self.module_numbers = {id(m): i for i, m in enumerate(self.modules)}
         self.subtrees = [list(m.modules()) for m in self.modules]
         self.forwards: list[Callable[..., Any]] = [m.forward for m in self.modules]
-        self.home = assignment.home
+        self.home = homes_by_name
         homes = {id(m): self.home[name] for name, m in named.items()}
         self.partition = topology.pp_rank
         self._rng_by_module = cfg.rng_by_module
 
+        owners = Counter(id(p) for m in self.modules for p in m._parameters.values() if p is not None)
         parameters: dict[int, tuple[str, torch.Tensor, int]] = {}
         for name, submodule in named.items():
             for key, parameter in submodule._parameters.items():
@@ -176,6 +196,7 @@ class Runtime:
         self._hooks = [hooks.get(m, ()) for m in self.modules]
         self._insides = [[self.module_numbers[id(m)] for m in subtree[1:]] for subtree in self.subtrees]
         self._in_pieces: set[int] = set()
+        self._sites: dict[int, Site] = {}
         for full_name, parameter, home in self.parameters:
             if home != self.partition:
                 _C.vacate(
@@ -193,11 +214,14 @@ class Runtime:
             topology.group("pp"),
             infos,
             self.parameters,
+            [i for i, (_, p, _) in enumerate(self.parameters) if owners[id(p)] > 1],
             next(_generations),
         )
 
         self._patches = StepPatches(self.engine.fetch, [parameter for _, parameter, _ in self.parameters])
         self.weight_hooks = WeightHooks(self._issues_call_of)
+        for _, run, _ in runs:
+            run.issues = functools.partial(self._issues_call_of, run)
 
     def _shell(self, index: int) -> Callable[..., Any]:
         """`forward` of a module: issues an instruction in the frame of a container, else runs as ever."""
@@ -214,11 +238,22 @@ class Runtime:
 
         return forward
 
+    def forward_of_call(self, index: int, mark: bytes) -> Callable[..., Any]:
+        """What a call of a module runs here: its forward, as a region where the caller asked for that."""
+        forward, module = self.forwards[index], self.modules[index]
+        request = asked.Request.of_mark(mark)
+        if request is not None and isinstance(module, nn.Sequential):
+            return functools.partial(call_stack_here, module, request=request, name=self.names[index])
+        if mark == asked.NO_REGION or hasattr(forward, "smp_is_region"):
+            return forward
+        site = self._sites.get(index)
+        if site is None:
+            site = self._sites[index] = Site(f"module {self.names[index]!r}", [module])
+        return as_region(site, forward, mark == asked.REGION)
+
     def _issues_call_of(self, module: nn.Module) -> bool:
         index = self.module_numbers.get(id(module))
-        return (
-            index is not None and not self._inline[index] and _C.in_frame() and not self._is_hooked_inside(index)
-        )
+        return index is not None and not self._inline[index] and _C.in_frame() and not self._is_hooked_inside(index)
 
     def _is_hooked_inside(self, index: int) -> bool:
         """Has code of this rank hooked into a module inside this one since the model was distributed? Its home knows nothing of that,
@@ -249,7 +284,7 @@ class Runtime:
         tree, tensors = trees.pack(
             (args, kwargs), self.module_numbers, f"the arguments of module {self.names[index]!r}"
         )
-        training = bytes([m.training for m in self.subtrees[index]])
+        training = bytes([m.training for m in self.subtrees[index]]) + asked.mark()
         tree, tensors = self.engine.call(index, tree, tensors, training)
         return trees.unpack(tree, tensors, self.modules)
 

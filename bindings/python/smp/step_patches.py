@@ -1,13 +1,15 @@
 """What some functions of PyTorch mean while a partitioned model exists: random state, the text of a tensor, a norm over all gradients."""
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch.nn.utils import clip_grad, get_total_norm
 
 from . import _C
+from .checkpointing.asked import asking, region_mark
 from .communication import allgather
 from .exceptions import SMPUsageError
 from .ranks import PP_GROUP
@@ -98,7 +100,7 @@ class _GradientsOfLocalTensors:
 
     def __init__(self) -> None:
         self._original = torch.autograd._engine_run_backward
-        torch.autograd._engine_run_backward = self._run
+        setattr(torch.autograd, "_engine_run_backward", self._run)  # noqa: B010
 
     def _run(self, outputs: Sequence[Any], *args: Any, accumulate_grad: bool, **kwargs: Any) -> Any:
         _, _, _, inputs, *_ = args
@@ -111,12 +113,43 @@ class _GradientsOfLocalTensors:
         torch.autograd._engine_run_backward = self._original
 
 
+class _NativeCheckpoints:
+    """`torch.utils.checkpoint.checkpoint` in a step function or a container: the calls inside are regions where their modules run, and the
+    function itself runs once. Elsewhere it is as ever.
+    """
+
+    def __init__(self) -> None:
+        self._original: Any = torch.utils.checkpoint.CheckpointFunction
+        self._original_generator: Any = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+        torch.utils.checkpoint.CheckpointFunction = self  # type: ignore[assignment, misc]
+        setattr(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", self._generator)  # noqa: B010
+
+    def apply(self, function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        if not _C.in_frame():
+            return self._original.apply(function, preserve_rng_state, *args)
+        with asking(region_mark(preserve_rng_state)):
+            return function(*args)
+
+    def _generator(
+        self, function: Callable[..., Any], preserve_rng_state: bool = True, *args: Any, **kwargs: Any
+    ) -> Generator[None, None, None]:
+        if not _C.in_frame():
+            return (yield from self._original_generator(function, preserve_rng_state, *args, **kwargs))
+        with asking(region_mark(preserve_rng_state)):
+            yield
+
+    def close(self) -> None:
+        torch.utils.checkpoint.CheckpointFunction = self._original  # type: ignore[misc]
+        torch.utils.checkpoint._checkpoint_without_reentrant_generator = self._original_generator
+
+
 class StepPatches:
     """Installed by the model, taken back by `close`."""
 
     def __init__(self, fetch: Callable[[torch.Tensor], torch.Tensor], parameters: Collection[torch.Tensor]) -> None:
         self._norms = _NormsOverAllRanks(parameters)
         self._gradients = _GradientsOfLocalTensors()
+        self._checkpoints = _NativeCheckpoints()
         self._fetch = fetch
         self._default = torch.random.default_generator
         self._text = torch._tensor_str._str
@@ -145,6 +178,7 @@ class StepPatches:
     def close(self) -> None:
         self._norms.close()
         self._gradients.close()
+        self._checkpoints.close()
         for name, make in self._makers.items():
             setattr(torch.Tensor, name, make)
         torch.random.default_generator = self._default

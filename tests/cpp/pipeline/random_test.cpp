@@ -1,4 +1,4 @@
-#include "smp/pipeline/random.h"
+#include "smp/random.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/ops/dropout.h>

@@ -8,15 +8,17 @@ from typing import Any
 
 import torch
 from module_models import (
-    HasScale,
     HOMES,
     MICROBATCHES,
     MODELS,
     STEPS,
     WIDTH,
+    HasScale,
     KeepsList,
     Model,
     NamesMemoryTwice,
+    Nests,
+    NormsTied,
     Pair,
     Recomputes,
     SetsInContainer,
@@ -165,6 +167,20 @@ def adversarial(homes: str | None) -> Any:
         losses = [loss for step in range(STEPS) for loss in attacked_step(model, make_batch(step)).outputs]
         result = outcome(losses, model.local_named_parameters())
         return {**result, "refused": raised(gradient_of_a_parameter, model, make_batch(0))}
+
+
+def refused_models() -> dict[str, tuple[str, str]]:
+    """What steps of models say that can't be right."""
+    said = {}
+    for name, make_net, home in (("tied", NormsTied, "last"), ("nested", Nests, "middle.layers.0")):
+        with job(2, MICROBATCHES):
+            net = make(make_net)
+            smp.set_partition(net.get_submodule(home), 1)
+            model = smp.DistributedModel(net)
+            model.eval()
+            with torch.no_grad():
+                said[name] = raised(forward_step, model, make_batch(0))
+    return said
 
 
 def state_set_on_a_module_elsewhere() -> dict[str, str]:

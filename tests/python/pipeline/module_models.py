@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import prune
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 WIDTH = 6
@@ -344,6 +345,64 @@ class Prunes(Model):
         prune.random_unstructured(self.middle, "weight", 0.5)
 
 
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, scale)
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, scale = ctx.saved_tensors
+        return gradient * scale, (gradient * x).sum()
+
+
+class FunctionInGlue(Model):
+    """The gradient of the model's own parameter comes from where the activations are."""
+
+    def make_middle(self) -> None:
+        self.middle = Layer()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(Scaled.apply(self.middle(self.first(x)), self.scale))
+
+
+class PacksInGlue(Model):
+    def make_middle(self) -> None:
+        self.middle = nn.GRU(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        sequences = self.first(x).unsqueeze(0).expand(2, -1, -1)
+        packed = pack_padded_sequence(sequences, torch.tensor([3, 2]), batch_first=True)
+        out, _ = pad_packed_sequence(self.middle(packed)[0], batch_first=True)
+        return self.last(out.sum(0))
+
+
+class NormsTied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle = nn.Embedding(WIDTH, WIDTH, max_norm=0.5), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.middle.weight = self.first.weight
+        self.last = Layer()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.middle(self.first(x.argmax(-1))))
+
+
+class Nests(Model):
+    """An encoder that makes nested tensors in its own code."""
+
+    def make_middle(self) -> None:
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, dropout=0, batch_first=True)
+        self.middle = nn.TransformerEncoder(layer, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x).unsqueeze(0)
+        padding = torch.tensor([[False] * (h.shape[1] - 1) + [True]])
+        return self.last(self.middle(h, src_key_padding_mask=padding).squeeze(0))
+
+
 class HasScale(Model):
     def make_middle(self) -> None:
         self.middle = Layer()
@@ -398,7 +457,7 @@ MODELS = {
     for model in (
         FillsBuffer, FillsWithOwn, FillsInContainer, ChangesInContainer, GivesArgumentBack, UsesReturnedBuffer, Complex, GradientInside, Recurrent,
         UsesParameters, ChangesViews, ViewsOfGradients, StridesOfGradients,
-        NormsWeight, NormsSpectrum, Prunes,
+        NormsWeight, NormsSpectrum, Prunes, FunctionInGlue, PacksInGlue,
     )
 }  # fmt: skip
 

@@ -66,6 +66,12 @@ def test_a_change_that_another_name_of_the_memory_does_not_see_is_refused(cluste
         assert "shares memory" in message and "Clone" in message, name
 
 
+def test_models_that_cannot_be_right_are_refused(clusters):
+    for said in clusters(2).run(module_cases.refused_models):
+        assert said["tied"][0] == "SMPUsageError" and "changed parameter 'first.weight'" in said["tied"][1]
+        assert "enable_nested_tensor=False" in said["nested"][1]
+
+
 def test_state_that_a_module_elsewhere_does_not_see_is_said_once(clusters):
     said, there = clusters(2).run(module_cases.state_set_on_a_module_elsewhere)
     assert "attribute 'scale' of module 'middle.one'" in there["by a container"]

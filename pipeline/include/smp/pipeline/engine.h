@@ -22,7 +22,7 @@
 #include "smp/pipeline/instruction.h"
 #include "smp/pipeline/lanes.h"
 #include "smp/pipeline/live_microbatches.h"
-#include "smp/pipeline/random.h"
+#include "smp/random.h"
 #include "smp/pipeline/remote_tensor.h"
 #include "smp/pipeline/status.h"
 #include "smp/pipeline/value_table.h"
@@ -56,6 +56,7 @@ struct EngineOptions {
   std::vector<int> peers;        // transport rank of each partition; its size is the number of partitions
   std::vector<ModuleInfo> modules;
   std::vector<ParameterInfo> parameters;
+  std::vector<int> shared;  // parameters that several modules have
   std::uint32_t generation =
       0;  // of the model: late messages of an earlier engine on this transport are not for this one
 };
@@ -167,6 +168,9 @@ class Engine {
   /// Blocks until the reply named `id` came.
   std::string wait_reply(ValueId id);
 
+  /// Adds what came for a parameter of this rank to its gradient, in the order of microbatches. Does not block.
+  void accumulate(int parameter, const at::Tensor& gradient, std::int64_t pass);
+
   ValueId new_ids(std::int64_t count = 1);
   at::Tensor new_remote(int home, ValueId id, const TensorMeta& meta);
   Handle new_handle(int home, ValueId id, bool borrowed = false);
@@ -262,6 +266,7 @@ class Engine {
   int num_threads_ = 1;         // for the operators of this rank: those of the thread that made the engine
   bool nested_frames_ = false;  // a container away from partition 0: its frames may use any rank
   std::unordered_map<const c10::TensorImpl*, int> parameter_index_;
+  std::vector<std::vector<int>> shared_;  // of each module's parameters, those that other modules have too
   GradientSums sums_;
 
   mutable std::mutex mutex_;

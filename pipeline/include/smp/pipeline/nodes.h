@@ -94,6 +94,11 @@ class CaptureNode final : public torch::autograd::Node {
   std::shared_ptr<CapturedGradients> captured_;
 };
 
+/// A gradient that comes to a parameter of this rank as a remote tensor (from a custom autograd function in glue, say)
+/// goes to Engine::accumulate() instead. Until unwatch_gradient().
+void watch_gradient(const at::Tensor& parameter, Engine& engine, int index);
+void unwatch_gradient(const at::Tensor& parameter);
+
 /// For each root and each output of `capture`: is there a path. Row by row.
 std::vector<std::uint8_t> reachable(const std::vector<torch::autograd::Edge>& roots,
                                     const torch::autograd::Node* capture, std::size_t inputs);

@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-namespace smp::pipeline {
+namespace smp {
 
 /// A key for something numbered within what has `key`. Different for every pair of arguments, for practical purposes.
 std::uint64_t mix(std::uint64_t key, std::uint64_t number);
@@ -22,17 +22,43 @@ std::uint64_t draw_key();
 /// The generator that is this thread's stream, undefined where the default ones are.
 at::Generator own_stream();
 
+/// Do the operators of this thread draw apart (see StreamScope)?
+bool draws_apart();
+
+/// A generator that code draws from by name: ReplayableRandom keeps its state too. Does nothing the second time.
+void register_generator(const at::Generator& generator);
+
 /// The states of some generators, to come back to.
 class RandomState {
  public:
   RandomState() = default;
   static RandomState of_defaults();  ///< of the CPU, and of this process's accelerator where it is in use
   static RandomState of_stream();    ///< of the stream of this thread
+  static RandomState of_all();       ///< of all devices in use, and registered generators
   void restore() const;
+  [[nodiscard]] bool has_moved() const;
 
  private:
   explicit RandomState(std::vector<at::Generator> generators);
   std::vector<std::pair<at::Generator, at::Generator>> saved_;  // and a copy of it
+};
+
+/// What code that draws numbers starts from, to draw the same ones again later, on whatever thread: the stream of the
+/// thread, the default generators of all devices in use, and registered generators.
+class ReplayableRandom {
+ public:
+  ReplayableRandom();  ///< of now
+
+  /// Starts from there again for a scope, which leaves all generators as it found them.
+  class Scope;
+
+  /// Has anything been drawn since?
+  [[nodiscard]] bool has_moved() const;
+
+ private:
+  at::Generator own_;  // a copy of the thread's stream; undefined where that is the default generator
+  bool apart_;
+  RandomState state_;
 };
 
 /// Where the random operators of this thread take their numbers from, for a scope, unless they are given a generator.
@@ -50,6 +76,18 @@ class StreamScope {
   bool apart_before_;
 };
 
+class ReplayableRandom::Scope {
+ public:
+  explicit Scope(const ReplayableRandom& from);
+  ~Scope();
+  Scope(const Scope&) = delete;
+  Scope& operator=(const Scope&) = delete;
+
+ private:
+  StreamScope stream_;
+  RandomState before_;
+};
+
 /// A generator of the CPU.
 at::Generator make_stream(std::uint64_t key);
 
@@ -62,4 +100,4 @@ void seed_defaults(std::uint64_t key);
 void enter_module();
 void leave_module();
 
-}  // namespace smp::pipeline
+}  // namespace smp

@@ -1,27 +1,23 @@
-#include "smp/pipeline/random.h"
+#include "smp/random.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
 #include <ATen/DeviceAccelerator.h>
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/core/stack.h>
-#include <torch/library.h>
+#include <ATen/ops/equal.h>
 
 #include <algorithm>
 #include <mutex>
+#include <optional>
 
-#include "smp/pipeline/arguments.h"
-#include "smp/pipeline/remote_tensor.h"
-
-namespace smp::pipeline {
+namespace smp {
 namespace {
-
-// Close above the kernels, and always included; nobody else registers operators on tensors that draw here.
-constexpr auto kRedirect = c10::DispatchKey::BackendSelect;
 
 thread_local at::Generator tls_own;
 thread_local bool tls_apart = false;
 thread_local std::vector<RandomState> tls_callers;  // of the modules that this thread is in
+
+std::mutex registered_mutex;
+std::vector<at::Generator> registered;  // guarded by registered_mutex
 
 /// The generator of this process's accelerator, if it is in use.
 std::optional<at::Generator> accelerator_generator() {
@@ -42,52 +38,27 @@ std::vector<at::Generator> defaults() {
   return generators;
 }
 
+/// The default generators of all devices in use, and those that were registered.
+std::vector<at::Generator> all() {
+  std::vector<at::Generator> generators{at::detail::getDefaultCPUGenerator()};
+  if (const auto type = at::getAccelerator(false); type && *type != at::kCPU) {
+    const auto& hooks = at::globalContext().getAcceleratorHooksInterface(type);
+    for (c10::DeviceIndex device = 0; device < hooks.deviceCount(); ++device) {
+      if (hooks.hasPrimaryContext(device)) {
+        generators.push_back(hooks.getDefaultGenerator(device));
+      }
+    }
+  }
+  const std::lock_guard lock(registered_mutex);
+  generators.insert(generators.end(), registered.begin(), registered.end());
+  return generators;
+}
+
 void seed_all(std::vector<at::Generator> generators, std::uint64_t key) {
   for (auto& generator : generators) {
     const std::scoped_lock lock(generator.mutex());
     generator.set_current_seed(key);
   }
-}
-
-at::Generator make_generator_on(c10::Device device, std::uint64_t key) {
-  if (device.is_cpu()) {
-    return make_stream(key);
-  }
-  auto generator = at::globalContext().getAcceleratorHooksInterface(device.type()).getNewGenerator(device.index());
-  generator.set_current_seed(key);
-  return generator;
-}
-
-void redirect(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-  const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kRedirect);
-  if (!tls_apart && !tls_own.defined()) {
-    op.redispatchBoxed(below, stack);
-    return;
-  }
-  const auto& schema = op.schema();
-  const auto arguments = stack->end() - static_cast<std::ptrdiff_t>(schema.arguments().size());
-  c10::IValue* generator = nullptr;
-  std::optional<c10::Device> device;
-  bool elsewhere = false;  // then its owner draws, or nobody does
-  for (std::size_t i = 0; i < schema.arguments().size(); ++i) {
-    auto& argument = arguments[static_cast<std::ptrdiff_t>(i)];
-    if (schema.arguments()[i].name() == "generator") {
-      generator = &argument;
-    }
-    if (argument.isTensor() && argument.toTensor().defined()) {
-      device = argument.toTensor().device();
-      elsewhere |= is_remote(argument.toTensor()) || device->is_meta();
-    }
-  }
-  if (generator != nullptr && generator->isNone() && device && !elsewhere) {
-    const bool takes_stream = !tls_apart && tls_own.defined() && device->is_cpu();
-    if (takes_stream) {
-      *generator = tls_own;
-    } else {
-      *generator = make_generator_on(*device, draw_key());
-    }
-  }
-  op.redispatchBoxed(below, stack);
 }
 
 }  // namespace
@@ -100,6 +71,15 @@ std::uint64_t mix(std::uint64_t key, std::uint64_t number) {
 }
 
 at::Generator own_stream() { return tls_own; }
+
+bool draws_apart() { return tls_apart; }
+
+void register_generator(const at::Generator& generator) {
+  const std::lock_guard lock(registered_mutex);
+  if (std::find(registered.begin(), registered.end(), generator) == registered.end()) {
+    registered.push_back(generator);
+  }
+}
 
 std::uint64_t draw_key() {
   auto generator = tls_own.defined() ? tls_own : at::detail::getDefaultCPUGenerator();
@@ -153,6 +133,33 @@ void RandomState::restore() const {
   }
 }
 
+RandomState RandomState::of_all() { return RandomState(all()); }
+
+bool RandomState::has_moved() const {
+  return std::any_of(saved_.begin(), saved_.end(), [](auto saved) {
+    const std::scoped_lock lock(saved.first.mutex());
+    return !at::equal(saved.first.get_state(), saved.second.get_state());
+  });
+}
+
+ReplayableRandom::ReplayableRandom() : apart_(tls_apart), state_(RandomState::of_all()) {
+  if (tls_own.defined()) {
+    const std::scoped_lock lock(tls_own.mutex());
+    own_ = tls_own.clone();
+  }
+}
+
+bool ReplayableRandom::has_moved() const {
+  return state_.has_moved() || (own_.defined() && !at::equal(own_.get_state(), tls_own.get_state()));
+}
+
+ReplayableRandom::Scope::Scope(const ReplayableRandom& from)
+    : stream_(from.own_.defined() ? from.own_.clone() : at::Generator(), from.apart_), before_(RandomState::of_all()) {
+  from.state_.restore();
+}
+
+ReplayableRandom::Scope::~Scope() { before_.restore(); }
+
 StreamScope::StreamScope(at::Generator own, bool apart)
     : own_before_(std::exchange(tls_own, std::move(own))), apart_before_(std::exchange(tls_apart, apart)) {}
 
@@ -161,20 +168,5 @@ StreamScope::~StreamScope() {
   tls_apart = apart_before_;
 }
 
-}  // namespace smp::pipeline
+}  // namespace smp
 
-// Of the random operators those that have a kernel of their own: the others are made of these.
-TORCH_LIBRARY_IMPL(aten, BackendSelect, m) {
-  for (const auto& name : c10::Dispatcher::singleton().getAllOpNames()) {
-    const auto op = c10::Dispatcher::singleton().findOp(name);
-    if (name.getNamespace() != "aten" || !op || !op->hasSchema() ||
-        !op->hasKernelForDispatchKey(c10::DispatchKey::CPU)) {
-      continue;
-    }
-    const auto& arguments = op->schema().arguments();
-    if (std::any_of(arguments.begin(), arguments.end(), [](const auto& each) { return each.name() == "generator"; })) {
-      const auto full_name = name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
-      m.impl(full_name.c_str(), torch::CppFunction::makeFromBoxedFunction<&smp::pipeline::redirect>());
-    }
-  }
-}

@@ -1,0 +1,1 @@
+"""Names of functions that stand in for those of PyTorch."""

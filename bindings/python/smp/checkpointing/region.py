@@ -1,0 +1,105 @@
+"""One checkpointed call: forward without its saved tensors, and the same again when backward needs them."""
+
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import _C
+from ..log import logger
+from .arguments import join, split
+from .module_entry import Entry, ModuleEntries
+from .report import keep
+
+_verifies = False
+
+
+def verify(on: bool = True) -> None:
+    """Checks in every recompute that a region gives back the same values as in forward; for debugging, since it costs a full second forward.
+
+    Shapes and dtypes of what backward needs are checked always. A difference is an error, where it would have been wrong gradients.
+
+    Args:
+        on: for regions that are entered from now on, on this rank.
+
+    Example:
+        >>> smp.checkpointing.verify()
+    """
+    global _verifies
+    _verifies = bool(on)
+
+
+class Site:
+    """A place that is checkpointed: some modules, or a function. Keeps what is learnt of it from call to call.
+
+    Attributes:
+        report: its standing figures.
+    """
+
+    def __init__(self, name: str, modules: Sequence[nn.Module]) -> None:
+        self.name = name
+        self.report = _C.RegionReport(name)
+        keep(self.report)
+        self.entries = ModuleEntries(modules)
+        self.told_of_random = False
+        self._modules = [weakref.ref(module) for module in modules]
+
+    def held_anyway(self) -> list[torch.Tensor]:
+        """Parameters and buffers."""
+        modules = [module for module in (ref() for ref in self._modules) if module is not None]
+        return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+
+    def warn_of_random(self) -> None:
+        self.told_of_random = True
+        text = (
+            f"{self.name} drew random numbers in a checkpointed call with preserve_rng_state=False: it will draw other ones when it runs again, "
+            "and gradients will be wrong. Leave preserve_rng_state at True"
+        )
+        warnings.warn(text, stacklevel=4)
+        logger.warning("%s", text)
+
+
+class _Replay:
+    """Runs the function of a region again."""
+
+    __slots__ = ("_args", "_entry", "_function", "_kwargs", "_name")
+
+    def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any, entry: Entry, name: str) -> None:
+        self._function, self._args, self._kwargs, self._entry, self._name = function, args, kwargs, entry, name
+
+    def __call__(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        args, kwargs = join(self._args, tensors), join(self._kwargs, tensors)
+        tensors.clear()
+        result = self._entry.again(lambda: self._function(*args, **kwargs), self._name)
+        return tensors_of(result) if _verifies else []
+
+
+def tensors_of(result: Any) -> list[torch.Tensor]:
+    tensors: list[torch.Tensor] = []
+    split(result, tensors)
+    return tensors
+
+
+def run(
+    site: Site, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], preserve_rng_state: bool
+) -> Any:
+    """Calls the function as a region. Without gradients it is a plain call."""
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    tensors: list[torch.Tensor] = []
+    entry = Entry(site.entries)
+    replay = _Replay(function, split(args, tensors), split(kwargs, tensors), entry, site.name)
+    watch_random = not preserve_rng_state and not site.told_of_random
+    forward = _C.RegionForward(site.report, preserve_rng_state, tensors, replay, watch_random)
+    with forward:
+        result = function(*args, **kwargs)
+    entry.end_forward()
+    if watch_random and forward.has_drawn:
+        site.warn_of_random()
+    if _verifies:
+        forward.verify(tensors_of(result))
+    forward.end([*tensors, *site.held_anyway()] if site.report.calls == 1 else ())
+    return result
