@@ -17,6 +17,8 @@ namespace {
 // A tensor that is asked for outside of any backward.
 constexpr std::int64_t kNoBackward = -1;
 
+std::atomic<std::int64_t> num_regions{0};
+
 std::string describe_meta(c10::ScalarType dtype, c10::Device device, c10::IntArrayRef sizes) {
   return fmt::format("{} {} on {}", c10::toString(dtype), c10::str(sizes), device.str());
 }
@@ -38,9 +40,13 @@ Region::Region(std::shared_ptr<RegionReport> report, ReplayState state, std::uni
       state_(std::move(state)),
       inputs_(std::move(inputs)),
       function_(std::move(function)),
-      measures_(report_->calls++ == 0) {}
+      measures_(report_->calls++ == 0) {
+  ++num_regions;
+}
 
-Region::~Region() = default;
+Region::~Region() { --num_regions; }
+
+std::int64_t Region::count() { return num_regions; }
 
 // ---- forward
 
@@ -51,8 +57,11 @@ std::uint32_t Region::save(const at::Tensor& x) {
                     static_cast<std::uint32_t>(sizes.size())});
   sizes_.insert(sizes_.end(), sizes.begin(), sizes.end());
   is_alive_.push_back(1);
-  if (measures_ && x.has_storage() && storages_.insert(x.storage().unsafeGetStorageImpl()).second) {
-    saved_bytes_ += static_cast<std::int64_t>(x.storage().nbytes());
+  if (measures_ && x.has_storage()) {
+    const auto& storage = x.storage();
+    if (storages_.try_emplace(storage.unsafeGetStorageImpl(), storage.getWeakStorageImpl()).second) {
+      saved_bytes_ += static_cast<std::int64_t>(storage.nbytes());
+    }
   }
   return static_cast<std::uint32_t>(metas_.size() - 1);
 }

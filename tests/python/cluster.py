@@ -24,7 +24,7 @@ from typing import Any
 FOLDER = Path(__file__).parent
 TIMEOUT_S = 180
 _POLL_S = 0.005
-_FOLDERS = ("", "pipeline", "smp", "hugging_face")
+_FOLDERS = ("", "pipeline", "smp", "hugging_face", "checkpointing")
 _KEEP = {
     "OMP_NUM_THREADS": "1",
     "OMPI_ALLOW_RUN_AS_ROOT": "1",

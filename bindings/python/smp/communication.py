@@ -8,14 +8,12 @@ All functions raise SMPUsageError before `smp.init`, and SMPFailureError when an
 """
 
 import pickle
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+from . import _C
 from .exceptions import SMPUsageError
 from .ranks import DP_GROUP, MP_GROUP, WORLD, CommGroup, RankType
 from .state import state
-
-if TYPE_CHECKING:
-    from . import _C
 
 _Kind = TypeVar("_Kind", CommGroup, RankType)
 
@@ -31,13 +29,23 @@ def _check_kind(value: _Kind, kind: type[_Kind], what: str) -> _Kind:
     return value
 
 
+def _refuse_in_region() -> None:
+    if _C.in_region() or _C.is_recomputing():
+        raise SMPUsageError(
+            "ranks were to communicate in a checkpointed module, which runs again for backward on some ranks only, and would wait for the others: "
+            "communicate outside of it"
+        )
+
+
 def _members(group: CommGroup) -> list[int]:
     """World ranks of this rank's group."""
+    _refuse_in_region()
     return state.require_topology().group(_check_kind(group, CommGroup, "group").value)
 
 
 def _peer(peer_rank: int, rank_type: RankType, what: str) -> int:
     """World rank of another rank, which is counted within this rank's group of that kind."""
+    _refuse_in_region()
     topology = state.require_topology()
     members = topology.group(_check_kind(rank_type, RankType, "rank type").value)
     if isinstance(peer_rank, bool) or not isinstance(peer_rank, int) or not 0 <= peer_rank < len(members):
@@ -52,7 +60,7 @@ def _peer(peer_rank: int, rank_type: RankType, what: str) -> int:
     return members[peer_rank]
 
 
-def _communicator() -> "_C.Communicator":
+def _communicator() -> _C.Communicator:
     if state.communicator is None:
         raise SMPUsageError("there is no connection between ranks: call smp.init() first")
     return state.communicator

@@ -10,6 +10,7 @@ from torch import nn
 
 from . import _C
 from .checkpointing.asked import Request
+from .checkpointing.paths import Paths
 from .checkpointing.plan import Plan
 from .communication import allgather
 from .exceptions import SMPUsageError
@@ -110,6 +111,7 @@ class DistributedModel(nn.Module):
         self._hooks = {m: hooks_of(m) for m in module.modules()}
         self._num_calls = 0  # of `forward` that run
         self.checkpoints = Plan(module)
+        self._paths = Paths(module)
         self._refusal = RefusedBackward(self._is_in_step_function)
         self._streams: ReplacedForwards | None = None
         if self._partitioned and state.require_cfg().rng_by_module:
@@ -170,7 +172,7 @@ class DistributedModel(nn.Module):
 
     def close(self) -> None:
         """Stops what runs for this model on this rank."""
-        for part in (self._runtime, self.checkpoints, self._streams, self._refusal):
+        for part in (self._runtime, self.checkpoints, self._paths, self._streams, self._refusal):
             if part is not None:
                 part.close()
         self._runtime = self._streams = None

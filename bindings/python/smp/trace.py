@@ -119,7 +119,7 @@ def trace(path: str | os.PathLike[str] | None = None) -> Iterator[TraceSummary]:
         raise
     record = _C.trace_stop()
     record["events"] = [_Event(*event) for event in record["events"]]
-    offset = _clock_offsets()[topology.rank]
+    offset = _clock_offsets(_boot_id())[topology.rank]
     record |= {"offset": offset, "pipeline": topology.group("pp")}
     records: list[dict[str, Any]] = communication.allgather(record, WORLD)
     _summarise(records, summary)
@@ -128,30 +128,36 @@ def trace(path: str | os.PathLike[str] | None = None) -> Iterator[TraceSummary]:
     communication.barrier()  # when it returns, the file is there
 
 
-def _clock_offsets() -> list[int]:
-    """What to add to the clock of each rank to get that of rank 0, in ns; off by at most half the shortest round trip."""
+def _boot_id() -> str:
+    """The same for all processes whose clocks are one: those of one boot of one machine. Empty where the system does not say."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        return ""
+
+
+def _clock_offsets(boot_id: str) -> list[int]:
+    """What to add to the clock of each rank to get that of rank 0, in ns; where they have no clock in common, off by at most half the
+    shortest round trip.
+    """
     topology = state.require_topology()
-    if topology.rank != 0:
+    boots: list[str] = communication.allgather(boot_id, WORLD)
+    apart = [rank for rank, boot in enumerate(boots) if rank != 0 and (boot != boots[0] or not boot)]
+    offsets = [0] * topology.size
+    if topology.rank in apart:
         for _ in range(_CLOCK_ROUNDS):
             communication.recv_from(0, WORLD_RANK)
             communication.send(_C.trace_clock_ns(), 0, WORLD_RANK)
-        offsets: list[int] = communication.recv_from(0, WORLD_RANK)
-        return offsets
-    offsets = [0]
-    for rank in range(1, topology.size):
-        best = None
+    for rank in apart if topology.rank == 0 else ():
+        trips = []
         for _ in range(_CLOCK_ROUNDS):
             begin = _C.trace_clock_ns()
             communication.send(None, rank, WORLD_RANK)
             theirs = communication.recv_from(rank, WORLD_RANK)
             end = _C.trace_clock_ns()
-            if best is None or end - begin < best[0]:
-                best = (end - begin, (begin + end) // 2 - theirs)
-        assert best is not None
-        offsets.append(best[1])
-    if topology.size > 1:
-        communication.broadcast(offsets, WORLD)
-    return offsets
+            trips.append((end - begin, (begin + end) // 2 - theirs))
+        offsets[rank] = min(trips)[1]
+    return communication.allgather(offsets, WORLD)[0]
 
 
 def _duration(events: list[_Event], kind: str, executor: bool | None = None) -> int:

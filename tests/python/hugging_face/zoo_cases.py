@@ -29,14 +29,31 @@ def plain_step(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> list[t
     return losses
 
 
-def compare(name: str, partitions: int, masked: bool = False, **config: Any) -> dict[str, Any]:
+def checkpoint_stacks(model: smp.DistributedModel) -> None:
+    """Checkpoints every layer stack, found as `seq_layers`."""
+    for module in list(model.module.module.module.modules()):
+        if "seq_layers" in dir(module):
+            smp.set_activation_checkpointing(module.seq_layers)
+
+
+def compare(name: str, partitions: int, masked: bool = False, checkpointing: str = "", **config: Any) -> dict[str, Any]:
     """Two steps of a new sequence length each, with Hugging Face's default arguments: losses and gradients that differ from plain
-    PyTorch, as (what, largest difference), and the parameters of each partition."""
+    PyTorch, as (what, largest difference), and the parameters of each partition.
+
+    `checkpointing`: "" none, "set" of all layer stacks by the library, "native" and "reentrant" by the model's own method.
+    """
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     plain = zoo.build(name, **config)
     smp.init({"partitions": partitions, "microbatches": MICROBATCHES, "stall_timeout": 60})
     model = smp.DistributedModel(zoo.build(name, **config))
+    if checkpointing == "set":
+        checkpoint_stacks(model)
+    elif checkpointing:
+        model.train()
+        plain.train()
+        model.module.gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
+    before = len(smp.checkpointing.report().regions)
     differences = []
     for step in range(STEPS):
         batch = zoo.make_batch(name, seed=step, length=zoo.LENGTH + step, masked=masked)
@@ -66,4 +83,5 @@ def compare(name: str, partitions: int, masked: bool = False, **config: Any) -> 
         "parameters": parameters,
         "version": transformers.__version__,
         "state": state,
+        "recomputes": [region.recomputes for region in smp.checkpointing.report().regions[before:]],
     }

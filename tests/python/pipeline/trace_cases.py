@@ -1,6 +1,7 @@
 """Traces recorded on every rank; what they return is asserted in test_trace.py."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,13 @@ def traced_step(folder: str, partitions: int) -> dict[str, Any]:
             "executed": {key: n for key, n in counts.items() if n},
             "sent": [after[key] - before[key] for key in ("moved_values", "moved_bytes")],
         }
+
+
+def clocks() -> tuple[list[int], list[int]]:
+    """Offsets of clocks that are known to be one, and as they are measured."""
+    module = sys.modules["smp.trace"]
+    with job():
+        return module._clock_offsets("one"), module._clock_offsets(f"boot of rank {smp.rank()}")
 
 
 def off_records_nothing() -> int:

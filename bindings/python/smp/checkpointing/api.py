@@ -12,6 +12,7 @@ from .. import _C
 from ..exceptions import SMPUsageError
 from ..forwards import ReplacedForwards
 from ..log import logger
+from ..random import with_own_stream
 from ..state import state
 from .asked import Request, asking, region_mark
 from .plan import Plan, as_region, call_stack_here, is_plain_sequential, is_region, is_stack
@@ -137,9 +138,12 @@ def checkpoint_sequential(
         )
     request = Request(preserve_rng_state, pack_args_as_tuple, check_strategy(strategy))
     plan = _plan()
-    if plan is not None and plan.name(sequential) is not None:
-        return plan.call_stack(sequential, input, request)
-    return call_stack_here(sequential, input, request, "")
+    if plan is None or plan.name(sequential) is None:
+        return with_own_stream(call_stack_here)(sequential, input, request, "")
+    if _C.in_frame() and plan.placement.home(sequential) is not None:
+        with asking(request.mark_of_stack()):
+            return sequential(input)
+    return with_own_stream(plan.call_stack)(sequential, input, request)
 
 
 def set_activation_checkpointing(
@@ -168,14 +172,15 @@ def set_activation_checkpointing(
     """
     if not isinstance(module, nn.Module):
         raise SMPUsageError(f"set_activation_checkpointing got {type(module).__name__}: it takes a module of the model")
-    model = state.model
+    model: Any = state.model
     if model is None:
         raise SMPUsageError(
             "set_activation_checkpointing was called before smp.DistributedModel(...): wrap the model first"
         )
     plan: Plan = model.checkpoints
+    root: nn.Module = model.module
     if module is model:
-        module = model.get_module()
+        module = root
     name = plan.name(module)
     if name is None:
         raise SMPUsageError(

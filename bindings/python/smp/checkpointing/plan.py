@@ -190,9 +190,6 @@ class Plan:
         """Runs a stack, in regions."""
         if not _C.in_frame():
             return call_stack_here(stack, value, request, self._names.get(stack, ""))
-        if self.placement.home(stack) is not None:
-            with asking(request.mark_of_stack()):
-                return stack(value)
         layers = list(stack)
         homes = [self.placement.check(layer) for layer in layers]
         for group in groups(homes, request.limit):

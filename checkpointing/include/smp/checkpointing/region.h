@@ -20,7 +20,7 @@
 #include <optional>
 #include <string>
 #include <thread>
-#include <unordered_set>
+#include <unordered_map>
 #include <vector>
 
 #include "smp/checkpointing/input_store.h"
@@ -78,6 +78,8 @@ class Region : public std::enable_shared_from_this<Region> {
   [[nodiscard]] bool verifies() const { return !output_hashes_.empty(); }
 
   [[nodiscard]] const std::string& name() const { return report_->name; }
+  /// How many there are in this process: those whose graph is alive.
+  [[nodiscard]] static std::int64_t count();
 
  private:
   struct Meta {
@@ -110,7 +112,8 @@ class Region : public std::enable_shared_from_this<Region> {
   std::vector<std::int64_t> sizes_;
   std::vector<std::uint8_t> is_alive_;
   std::vector<std::int64_t> output_hashes_;
-  std::unordered_set<const void*> storages_;  // until end_forward()
+  // Until end_forward(), where it measures. Weak: the address of a storage that was freed is then not used again.
+  std::unordered_map<const c10::StorageImpl*, c10::weak_intrusive_ptr<c10::StorageImpl>> storages_;
   std::int64_t saved_bytes_ = 0;
   bool measures_ = false;
   std::map<std::int64_t, Pass> passes_;

@@ -1,0 +1,157 @@
+"""Checkpointing over ranks: bits as without it, one gradient for each call, and the rule that a region lies on one partition."""
+
+import partition_cases as cases
+import pytest
+import torch
+from torch import nn
+
+# Where the modules are: a stack that is split, and one that lies elsewhere as a whole.
+SPLIT = {"seq.2": 1, "seq.3": 1, "seq.4": 1}
+WHOLE = {"seq": 1}
+AWAY = {"fc1": 1}
+OVER_FOUR = {"seq.0": 1, "seq.1": 1, "seq.2": 2, "seq.3": 2, "seq.4": 3}
+STRATEGIES = ["each", "contiguous", "group_2", "group_3"]
+EACH_STACK = {"seq": {}, "fc1": {}}
+
+
+def check(outcomes, expected, regions=None):
+    """Ranks with checkpointing against ranks without."""
+    for mine, theirs in zip(outcomes, expected, strict=True):
+        for key in ("gradients", "buffers"):
+            assert mine[key].keys() == theirs[key].keys()
+            assert all(torch.equal(value, theirs[key][name]) for name, value in mine[key].items()), key
+        assert all(torch.equal(a, b) for a, b in zip(mine["losses"], theirs["losses"], strict=True))
+        assert mine["ready"] == theirs["ready"]
+    names = {name for outcome in outcomes for name in outcome["recomputes"]}
+    assert names == set(regions) if regions is not None else names
+    for outcome in outcomes:
+        assert set(outcome["recomputes"].values()) <= {cases.STEPS * cases.MICROBATCHES}
+
+
+def compare(clusters, how, homes, regions=None, ranks=2, plain=cases.plain, **options):
+    set_on = options.pop("set_on", None)
+    expected = clusters(ranks).run(cases.train, plain, homes, partitions=ranks, **options)
+    outcomes = clusters(ranks).run(cases.train, how, homes, set_on=set_on, partitions=ranks, **options)
+    check(outcomes, expected, regions)
+    return outcomes
+
+
+@pytest.mark.parametrize("pipeline", ["interleaved", "simple"])
+@pytest.mark.parametrize("homes", [SPLIT, AWAY], ids=["here", "away"])
+def test_a_module(clusters, homes, pipeline):
+    compare(clusters, cases.module_checkpointed, homes, ["module 'fc1'"], pipeline=pipeline)
+
+
+REGIONS = {
+    "each": ["module 'seq.0'", "module 'seq.1'", "module 'seq.2'", "module 'seq.3'", "module 'seq.4'"],
+    "contiguous": ["layers 0 to 1 of seq", "layers 0 to 2 of seq"],
+    "group_2": ["layers 0 to 1 of seq", "module 'seq.4'"],
+    "group_3": ["layers 0 to 1 of seq", "layers 0 to 2 of seq"],
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_stack_that_is_split(clusters, strategy):
+    compare(clusters, cases.Sequential(strategy), SPLIT, REGIONS[strategy])
+    outcomes = compare(clusters, cases.plain, SPLIT, set_on={"seq": {"strategy": strategy}})
+    report = outcomes[0]["report"]
+    expected = {
+        "each": ("seq.0-1", "seq.2-4"),
+        "contiguous": ("seq.0 to 1", "seq.2 to 4"),
+        "group_2": ("seq.0 to 1", "seq.2 to 3, seq.4"),
+        "group_3": ("seq.0 to 1", "seq.2 to 4"),
+    }[strategy]
+    assert all(f"checkpointed: {regions}" in report for regions in expected)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_stack_that_lies_elsewhere(clusters, strategy):
+    compare(clusters, cases.Sequential(strategy), WHOLE)
+    compare(clusters, cases.plain, WHOLE, set_on={"seq": {"strategy": strategy}})
+
+
+@pytest.mark.parametrize("strategy", ["each", "contiguous", "group_2"])
+def test_four_partitions(clusters, strategy):
+    compare(clusters, cases.Sequential(strategy), OVER_FOUR, ranks=4)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_one_partition(clusters, strategy):
+    compare(clusters, cases.Sequential(strategy), {}, ranks=1)
+    compare(clusters, cases.plain, {}, ranks=1, set_on={"seq": {"strategy": strategy}, "fc1": {}})
+
+
+@pytest.mark.parametrize("strategy", ["each", "contiguous", "group_2"])
+def test_random_numbers_by_module(clusters, strategy):
+    compare(clusters, cases.Sequential(strategy), SPLIT, rng_by_module=True)
+
+
+def test_autocast(clusters):
+    compare(clusters, cases.plain, SPLIT, set_on=EACH_STACK, autocast=True)
+
+
+@pytest.mark.parametrize("homes", [SPLIT, WHOLE], ids=["split", "whole"])
+@pytest.mark.parametrize("strategy", ["each", "contiguous"])
+def test_layers_that_take_and_return_tuples(clusters, strategy, homes):
+    # A stack that is called by its parent layer by layer draws as many keys as one that is split does.
+    homes = homes if homes is SPLIT else {f"seq.{i}": 1 for i in range(5)}
+    for as_tuple in (True, False):
+        how = cases.Sequential(strategy, as_tuple=as_tuple)
+        compare(clusters, how, homes, plain=cases.tuples, net={"kind": cases.TupleLayer})
+    how = cases.Sequential(strategy, as_tuple=False)
+    compare(clusters, how, homes, plain=cases.two_arguments, net={"kind": cases.TwoArguments})
+
+
+def test_layers_that_take_keywords(clusters):
+    net = {"kind": cases.KeywordLayer, "stack": nn.ModuleList}
+    how = cases.layers_with_keywords
+    compare(clusters, how, SPLIT, REGIONS["each"], plain=how, net=net, set_on={"seq": {}})
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoints_of_pytorch_run_once_on_the_owner(clusters, use_reentrant):
+    compare(clusters, cases.Native(use_reentrant), SPLIT, REGIONS["each"])
+
+
+# ---- the rule
+
+
+RULE = [(cases.module_checkpointed, None, "module 'fc1'"), (cases.plain, "fc1", ""), (cases.plain, "", "module ''")]
+
+
+@pytest.mark.parametrize(("how", "set_on", "named"), RULE, ids=["in forward", "stack", "model"])
+def test_a_module_that_is_split_by_hand_is_an_error(clusters, how, set_on, named):
+    for kind, message, _ in clusters(2).run(cases.rule, how, set_on, True):
+        if named:
+            assert kind == "SMPUsageError" and f"{named} can't be checkpointed" in message
+            assert "'fc1.2' on 1" in message and "[0, 1]" in message
+        else:  # each layer lies on one partition
+            assert kind == "", message
+
+
+@pytest.mark.parametrize(("how", "set_on", "named"), RULE, ids=["in forward", "stack", "model"])
+def test_a_module_that_is_split_automatically_is_a_warning(clusters, how, set_on, named):
+    outcomes = clusters(2).run(cases.rule, how, set_on, False)
+    for rank, (kind, log, warned) in enumerate(outcomes):
+        assert kind == "", log
+        # In forward it is the rank that calls the module who sees it.
+        expected = 1 if named and (rank == 0 or set_on is not None) else 0
+        assert warned == expected and log.count("can't be checkpointed") == expected
+    if named:
+        assert f"{named} can't be checkpointed" in outcomes[0][1] and "without checkpointing" in outcomes[0][1]
+
+
+def test_wrong_calls_say_what_to_do(clusters):
+    for said in clusters(2).run(cases.wrong_calls):
+        assert all(kind == "SMPUsageError" for kind, _ in said.values()), said
+        for name, words in {
+            "no model": "wrap the model first",
+            "foreign": "not in the model",
+            "no module": "got str",
+            "strategy": "'group_0'",
+            "options": "leave them out",
+            "no stack": "nn.Sequential",
+            "no function": "got int",
+            "late": "before the first step",
+        }.items():
+            assert words in said[name][1], name
