@@ -108,15 +108,15 @@ PyObject* call_pack(PyObject* self, PyObject* args, PyObject* /*kwargs*/) {
 
 PyObject* call_record(PyObject* self, PyObject* args, PyObject* /*kwargs*/) {
   try {
-    auto* x = PyTuple_GET_ITEM(args, 0);
+    // An operator that saves its result would otherwise keep the graph of which it is itself a part.
+    auto x = THPVariable_Unpack(PyTuple_GET_ITEM(args, 0)).tensor_data();
     auto* hook = reinterpret_cast<RecordHook*>(self);
     const auto region = hook->region.lock();
-    if (region && region->record(hook->pass, THPVariable_Unpack(x)) && !region->verifies()) {
+    if (region && region->record(hook->pass, x) && !region->verifies()) {
       PyErr_SetNone(stop_type);
       return nullptr;
     }
-    Py_INCREF(x);
-    return x;
+    return THPVariable_Wrap(std::move(x));
   } catch (...) {
     return raise_current();
   }

@@ -167,9 +167,14 @@ at::Tensor Region::load(std::uint32_t number) {
 }
 
 void Region::drop(std::uint32_t number) {
-  at::Tensor dropped;  // goes after the lock
+  std::vector<at::Tensor> dropped;  // goes after the lock
   const std::lock_guard lock(mutex_);
   is_alive_[number] = 0;
+  for (auto& [id, pass] : passes_) {
+    if (number < pass.tensors.size()) {
+      dropped.push_back(std::exchange(pass.tensors[number], at::Tensor()));
+    }
+  }
 }
 
 void Region::recompute(std::int64_t pass) {

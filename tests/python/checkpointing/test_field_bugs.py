@@ -352,6 +352,22 @@ def test_nothing_is_left_over():
             assert _C.count_regions() == before, case.__name__
 
 
+def test_inputs_of_regions_are_freed_by_backward():
+    def keeps_its_result(x: torch.Tensor) -> torch.Tensor:
+        return x + torch.sin(torch.exp(-x))
+
+    with without_gc():
+        h, storages = batch(), []
+        for _ in range(4):
+            h = checkpoint(keeps_its_result, h)
+            storages.append(h.untyped_storage()._weak_ref())
+        loss = h.sum()
+        del h
+        assert not any(map(torch.UntypedStorage._expired, storages[:-1]))
+        loss.backward()
+        assert all(map(torch.UntypedStorage._expired, storages))
+
+
 def test_a_report_tells_what_was_saved():
     net = make(lambda: nn.Sequential(*(Layer() for _ in range(3))))
     ck(net, batch()).sum().backward()

@@ -70,7 +70,7 @@ class Region : public std::enable_shared_from_this<Region> {
 
   // ---- recompute
 
-  /// Keeps what autograd saves. True: nothing of what comes later is needed. Throws UsageError when it is not what was
+  /// Keeps what autograd saves, which must be without its graph. True: nothing of what comes later is needed. Throws UsageError when it is not what was
   /// saved before.
   bool record(std::int64_t pass, const at::Tensor& x);
   /// The outputs of a recompute that ran to its end, if verify() was called. Throws UsageError when they differ.
