@@ -157,14 +157,17 @@ void register_checkpointing(py::module_& module) {
       .def("put_back", &smp::ModuleSnapshot::put_back);
   py::class_<smp::ModuleWatch>(module, "ModuleWatch", "Takes snapshots of some modules.")
       .def(py::init<const py::sequence&>(), py::arg("modules"))
-      .def("at_entry", &smp::ModuleWatch::at_entry, "Without the graphs of tensors; the last one where nothing changed.")
+      .def("at_entry", &smp::ModuleWatch::at_entry,
+           "Without the graphs of tensors; the last one where nothing changed.")
       .def("now", &smp::ModuleWatch::now);
-  module.def("count_regions", &Region::count, "How many calls of regions wait for backward, or hold on to their graph.");
-  module.def("in_region", [] { return tls_regions > 0; }, "Is this thread in the forward of a region?");
-  module.def("is_recomputing", [] { return tls_recomputes > 0; }, "Does this thread run a region again?");
+  module.def("count_regions", &Region::count,
+             "How many calls of regions wait for backward, or hold on to their graph.");
+  module.def(
+      "in_region", [] { return tls_regions > 0; }, "Is this thread in the forward of a region?");
+  module.def(
+      "is_recomputing", [] { return tls_recomputes > 0; }, "Does this thread run a region again?");
   module.def("register_generator", &smp::register_generator, py::arg("generator"));
   module.def(
-      "overwrite",
-      [](const at::Tensor& x, const at::Tensor& value) { x.variable_data().copy_(value); },
+      "overwrite", [](const at::Tensor& x, const at::Tensor& value) { x.variable_data().copy_(value); },
       "Gives a tensor other data, behind autograd's back.");
 }

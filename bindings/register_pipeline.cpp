@@ -360,8 +360,7 @@ void register_random(py::module_& module) {
         return generator.defined() ? std::optional(std::move(generator)) : std::nullopt;
       },
       "The generator that is this thread's stream of random numbers; None where that is the default one.");
-  module.def("enter_module", &smp::enter_module,
-             "Gives a module a stream of its own, seeded by the caller's.");
+  module.def("enter_module", &smp::enter_module, "Gives a module a stream of its own, seeded by the caller's.");
   module.def("leave_module", &smp::leave_module, "Goes on with the stream of the caller.");
   py::class_<PlainMicrobatch>(module, "PlainMicrobatch", "Random numbers of a microbatch with one partition.")
       .def(py::init<std::uint64_t, std::uint64_t>(), py::arg("step_key"), py::arg("microbatch"))

@@ -169,4 +169,3 @@ StreamScope::~StreamScope() {
 }
 
 }  // namespace smp
-

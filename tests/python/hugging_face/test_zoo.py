@@ -50,6 +50,34 @@ def test_outputs_that_hooks_capture_inside_layers_are_right(clusters, version):
     check(outcomes, "mixtral", version, exact=False)  # three gradients meet in a layer, which now runs in pieces
 
 
+# ---- activation checkpointing
+
+
+def check_recomputes(outcomes, name):
+    """Layers ran again, once for each backward."""
+    once = zoo_cases.STEPS * zoo_cases.MICROBATCHES
+    for rank, outcome in enumerate(outcomes):
+        assert set(outcome["recomputes"]) <= {once}, (rank, outcome["recomputes"])
+    # In a part of the model that lies on one partition PyTorch's own checkpoint runs, which is not counted here.
+    assert name == "t5" or all(outcome["recomputes"] for outcome in outcomes)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("name", zoo.MEMBERS)
+def test_layer_stacks_that_are_checkpointed_equal_plain_pytorch(clusters, name, version):
+    outcomes = clusters(2, *VERSIONS[version]).run(zoo_cases.compare, name, 2, checkpointing="set")
+    check(outcomes, name, version)
+    check_recomputes(outcomes, name)
+
+
+@pytest.mark.parametrize("how", ["native", "reentrant"])
+@pytest.mark.parametrize("name", zoo.MEMBERS)
+def test_gradient_checkpointing_of_the_model_runs_on_the_owners(clusters, name, how):
+    outcomes = clusters(2).run(zoo_cases.compare, name, 2, checkpointing=how)
+    check(outcomes, name, "4.57.6")
+    check_recomputes(outcomes, name)
+
+
 # ---- balance
 
 

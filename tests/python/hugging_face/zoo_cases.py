@@ -30,10 +30,12 @@ def plain_step(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> list[t
 
 
 def checkpoint_stacks(model: smp.DistributedModel) -> None:
-    """Checkpoints every layer stack, found as `seq_layers`."""
-    for module in list(model.module.module.module.modules()):
-        if "seq_layers" in dir(module):
-            smp.set_activation_checkpointing(module.seq_layers)
+    """Checkpoints every layer stack, found as `seq_layers`, other than the experts of a layer."""
+    stacks = [m.seq_layers for m in model.module.module.module.modules() if hasattr(m, "seq_layers")]
+    inside = {m for stack in stacks for layer in stack for m in layer.modules()}
+    for stack in stacks:
+        if stack not in inside:
+            smp.set_activation_checkpointing(stack)
 
 
 def compare(name: str, partitions: int, masked: bool = False, checkpointing: str = "", **config: Any) -> dict[str, Any]:

@@ -22,10 +22,10 @@
 #include "smp/pipeline/instruction.h"
 #include "smp/pipeline/lanes.h"
 #include "smp/pipeline/live_microbatches.h"
-#include "smp/random.h"
 #include "smp/pipeline/remote_tensor.h"
 #include "smp/pipeline/status.h"
 #include "smp/pipeline/value_table.h"
+#include "smp/random.h"
 #include "smp/transport.h"
 
 namespace smp::pipeline {
