@@ -1,6 +1,7 @@
 // smp._C.Region: checkpointed calls, and the saved-tensor hooks of them.
 
 #include <ATen/SavedTensorHooks.h>
+#include <pybind11/stl.h>
 #include <smp/checkpointing/region.h>
 #include <smp/error.h>
 #include <torch/csrc/PyInterpreter.h>
@@ -152,13 +153,30 @@ void register_checkpointing(py::module_& module) {
       .def_property_readonly("has_drawn", &RegionForward::has_drawn)
       .def("verify", &RegionForward::verify, py::arg("outputs"))
       .def("end", &RegionForward::end, py::arg("outside"));
-  py::class_<smp::ModuleSnapshot, std::shared_ptr<smp::ModuleSnapshot>>(
-      module, "ModuleSnapshot", "Attributes of some modules, and which buffers they had.")
+  py::class_<smp::ModuleSnapshot, std::shared_ptr<smp::ModuleSnapshot>>(module, "ModuleSnapshot",
+                                                                        "What some dicts of modules held.")
       .def("put_back", &smp::ModuleSnapshot::put_back);
-  py::class_<smp::ModuleWatch>(module, "ModuleWatch", "Takes snapshots of some modules.")
-      .def(py::init<const py::sequence&>(), py::arg("modules"))
+  // The garbage collector sees through a watch: a module holds the one that holds its attributes.
+  const auto collected = py::custom_type_setup([](PyHeapTypeObject* heap_type) {
+    auto* type = &heap_type->ht_type;
+    type->tp_flags |= Py_TPFLAGS_HAVE_GC;
+    type->tp_traverse = [](PyObject* self, visitproc visit, void* arg) {
+      Py_VISIT(Py_TYPE(self));
+      if (!reinterpret_cast<py::detail::instance*>(self)->get_value_and_holder().holder_constructed()) {
+        return 0;
+      }
+      return py::cast<smp::ModuleWatch&>(py::handle(self)).traverse(visit, arg);
+    };
+    type->tp_clear = [](PyObject* self) {
+      py::cast<smp::ModuleWatch&>(py::handle(self)).clear();
+      return 0;
+    };
+  });
+  py::class_<smp::ModuleWatch>(module, "ModuleWatch", "Takes snapshots of some dicts of modules.", collected)
+      .def(py::init<std::vector<py::dict>>(), py::arg("dicts"))
       .def("at_entry", &smp::ModuleWatch::at_entry,
            "Without the graphs of tensors; the last one where nothing changed.")
+      .def("changed", &smp::ModuleWatch::changed)
       .def("now", &smp::ModuleWatch::now);
   module.def("count_regions", &Region::count,
              "How many calls of regions wait for backward, or hold on to their graph.");

@@ -61,14 +61,27 @@ bool ModuleSnapshot::is_now() const {
   return true;
 }
 
-ModuleWatch::ModuleWatch(const py::sequence& modules) {
-  for (const auto& module : modules) {
-    const auto attributes = py::reinterpret_borrow<py::dict>(module.attr("__dict__"));
-    dicts_.push_back(attributes);
-    if (const auto buffers = py::reinterpret_borrow<py::dict>(attributes["_buffers"]); !buffers.empty()) {
-      dicts_.push_back(buffers);
+int ModuleSnapshot::traverse(visitproc visit, void* arg) const {
+  for (const auto& [dict, entries] : dicts_) {
+    Py_VISIT(dict.ptr());
+    for (const auto& [key, value] : entries) {
+      Py_VISIT(value.ptr());
     }
   }
+  return 0;
+}
+
+int ModuleWatch::traverse(visitproc visit, void* arg) const {
+  for (const auto& dict : dicts_) {
+    Py_VISIT(dict.ptr());
+  }
+  // What others hold too is theirs to tell of.
+  return last_ && last_.use_count() == 1 ? last_->traverse(visit, arg) : 0;
+}
+
+void ModuleWatch::clear() {
+  dicts_.clear();
+  last_.reset();
 }
 
 std::vector<ModuleSnapshot::Dict> ModuleWatch::read() const {
@@ -105,6 +118,14 @@ std::shared_ptr<ModuleSnapshot> ModuleWatch::at_entry() {
   auto snapshot = std::make_shared<ModuleSnapshot>(std::move(dicts));
   last_ = has_graphs ? nullptr : snapshot;
   return snapshot;
+}
+
+bool ModuleWatch::changed() {
+  if (last_ && last_->is_now()) {
+    return false;
+  }
+  last_ = now();
+  return true;
 }
 
 std::shared_ptr<ModuleSnapshot> ModuleWatch::now() const { return std::make_shared<ModuleSnapshot>(read()); }

@@ -9,7 +9,7 @@
 
 namespace smp {
 
-/// The attributes of some modules, and which tensors their buffers were.
+/// What some dicts of modules held.
 class ModuleSnapshot {
  public:
   using Entry = std::pair<pybind11::object, pybind11::object>;  // key, value
@@ -20,10 +20,12 @@ class ModuleSnapshot {
 
   explicit ModuleSnapshot(std::vector<Dict> dicts) : dicts_(std::move(dicts)) {}
 
-  /// Gives the modules these attributes. Other code never sees a module without its attributes.
+  /// Gives the dicts these entries. Other code never sees one without its entries.
   void put_back() const;
-  /// Do the modules hold the very same objects?
+  /// Do the dicts hold the very same objects?
   [[nodiscard]] bool is_now() const;
+  /// For Python's garbage collector.
+  int traverse(visitproc visit, void* arg) const;
 
  private:
   std::vector<Dict> dicts_;
@@ -31,11 +33,16 @@ class ModuleSnapshot {
 
 class ModuleWatch {
  public:
-  explicit ModuleWatch(const pybind11::sequence& modules);
+  explicit ModuleWatch(std::vector<pybind11::dict> dicts) : dicts_(std::move(dicts)) {}
 
   /// Tensors that have a graph are without it: only values count when code runs again, and earlier graphs are not kept.
   std::shared_ptr<ModuleSnapshot> at_entry();
   [[nodiscard]] std::shared_ptr<ModuleSnapshot> now() const;
+  /// Has anything changed since the last question? True the first time.
+  bool changed();
+  /// For Python's garbage collector.
+  int traverse(visitproc visit, void* arg) const;
+  void clear();
 
  private:
   [[nodiscard]] std::vector<ModuleSnapshot::Dict> read() const;

@@ -14,7 +14,7 @@ class InputsOnDevice final : public SavedInputs {
     for (const auto& x : inputs) {
       // Without its graph, which the region's outputs keep as long as it is needed.
       inputs_.push_back({torch::autograd::SavedVariable(x.tensor_data(), /*is_output=*/false), x.requires_grad()});
-      bytes_ += static_cast<std::int64_t>(x.nbytes());
+      bytes_ += x.layout() == c10::kStrided ? static_cast<std::int64_t>(x.nbytes()) : 0;
     }
   }
 

@@ -1,12 +1,14 @@
 #include "smp/checkpointing/region.h"
 
-#include <ATen/ops/hash_tensor.h>
+#include <ATen/ops/empty.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/StringUtil.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <chrono>
+#include <functional>
+#include <string_view>
 #include <utility>
 
 #include "smp/error.h"
@@ -23,11 +25,15 @@ std::string describe_meta(c10::ScalarType dtype, c10::Device device, c10::IntArr
   return fmt::format("{} {} on {}", c10::toString(dtype), c10::str(sizes), device.str());
 }
 
-std::vector<std::int64_t> hashes_of(const std::vector<at::Tensor>& outputs) {
+/// Of all bytes of each tensor, in order.
+std::vector<std::size_t> hashes_of(const std::vector<at::Tensor>& outputs) {
   const c10::AutoGradMode no_grad(false);
-  std::vector<std::int64_t> hashes{static_cast<std::int64_t>(outputs.size())};
+  std::vector<std::size_t> hashes{outputs.size()};
   for (const auto& x : outputs) {
-    hashes.push_back(x.numel() == 0 || x.is_complex() ? 0 : at::hash_tensor(x.detach()).view(at::kLong).item<std::int64_t>());
+    const auto strided = x.layout() == c10::kStrided ? x.detach() : x.detach().to_dense();
+    const auto here = at::empty(strided.sizes(), strided.options().device(at::kCPU)).copy_(strided);
+    const std::string_view bytes(static_cast<const char*>(here.const_data_ptr()), here.nbytes());
+    hashes.push_back(std::hash<std::string_view>{}(bytes));
   }
   return hashes;
 }
@@ -57,6 +63,7 @@ std::uint32_t Region::save(const at::Tensor& x) {
                     static_cast<std::uint32_t>(sizes.size())});
   sizes_.insert(sizes_.end(), sizes.begin(), sizes.end());
   is_alive_.push_back(1);
+  needed_ = is_alive_.size();
   if (measures_ && x.has_storage()) {
     const auto& storage = x.storage();
     if (storages_.try_emplace(storage.unsafeGetStorageImpl(), storage.getWeakStorageImpl()).second) {
@@ -99,7 +106,19 @@ void Region::check_outputs(const std::vector<at::Tensor>& outputs) const {
 
 at::Tensor Region::load(std::uint32_t number) {
   const std::int64_t task = torch::autograd::get_current_graph_task_id();
+  std::vector<Pass> ended;  // goes after the lock
   std::unique_lock lock(mutex_);
+  if (!passes_.contains(task)) {
+    // A backward that failed tells nobody that it has ended. One that goes on computes again.
+    for (auto pass = passes_.begin(); pass != passes_.end();) {
+      if (!pass->second.running) {
+        ended.push_back(std::move(pass->second));
+        pass = passes_.erase(pass);
+      } else {
+        ++pass;
+      }
+    }
+  }
   auto [entry, is_new] = passes_.try_emplace(task);
   auto& pass = entry->second;  // stays where it is when others come and go
   if (is_new && task != kNoBackward) {
@@ -170,6 +189,9 @@ void Region::drop(std::uint32_t number) {
   std::vector<at::Tensor> dropped;  // goes after the lock
   const std::lock_guard lock(mutex_);
   is_alive_[number] = 0;
+  while (needed_ > 0 && is_alive_[needed_ - 1] == 0) {
+    --needed_;
+  }
   for (auto& [id, pass] : passes_) {
     if (number < pass.tensors.size()) {
       dropped.push_back(std::exchange(pass.tensors[number], at::Tensor()));
@@ -197,15 +219,6 @@ void Region::recompute(std::int64_t pass) {
 
 // ---- recompute
 
-std::optional<std::uint32_t> Region::last_needed() const {
-  for (auto number = is_alive_.size(); number > 0; --number) {
-    if (is_alive_[number - 1] != 0) {
-      return static_cast<std::uint32_t>(number - 1);
-    }
-  }
-  return std::nullopt;
-}
-
 bool Region::record(std::int64_t pass_id, const at::Tensor& x) {
   const std::lock_guard lock(mutex_);
   auto& pass = passes_.at(pass_id);
@@ -225,8 +238,7 @@ bool Region::record(std::int64_t pass_id, const at::Tensor& x) {
   if (is_alive_[number] != 0) {
     pass.tensors[number] = x;
   }
-  const auto last = last_needed();
-  return !last || number >= *last;
+  return number + 1 >= needed_;
 }
 
 }  // namespace smp::checkpointing

@@ -1,5 +1,7 @@
 """`forward` of modules, replaced for a while."""
 
+import functools
+import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -21,3 +23,25 @@ class ReplacedForwards:
                 module.__dict__.pop("forward", None)
             else:
                 module.__dict__["forward"] = forward
+
+
+def _own_forward(module: nn.Module) -> Callable[..., Any]:
+    return types.MethodType(type(module).forward, module)
+
+
+class ForwardOf:
+    """A `forward` in place of a module's own. Copies of the module, and what is unpickled, have their own back."""
+
+    def __init__(self, module: nn.Module, call: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, module.forward)
+        self._module, self._call = module, call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        copied = memo.get(id(self._module))
+        return self if copied is None else _own_forward(copied)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _own_forward, (self._module,)

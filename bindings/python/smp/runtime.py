@@ -14,8 +14,10 @@ from torch._C import _functorch
 
 from . import _C, trees
 from .checkpointing import asked
-from .checkpointing.plan import as_region, call_stack_here
+from .checkpointing.hooked import forward_here
+from .checkpointing.plan import RegionForward, call_stack_here
 from .checkpointing.region import Site
+from .checkpointing.region import run as run_region
 from .checkpointing.stack import Run
 from .dynamic import is_dynamic
 from .exceptions import SMPFailureError, SMPUsageError
@@ -225,7 +227,7 @@ class Runtime:
 
     def _shell(self, index: int) -> Callable[..., Any]:
         """`forward` of a module: issues an instruction in the frame of a container, else runs as ever."""
-        original = self.forwards[index]
+        original, module = self.forwards[index], self.modules[index]
         run_here = with_own_stream(original) if self._rng_by_module else original
         inline = self._inline[index]
         in_frame = _C.in_frame
@@ -233,9 +235,10 @@ class Runtime:
         @functools.wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
             if inline or not in_frame() or self._is_hooked_inside(index):
-                return run_here(*args, **kwargs)
+                return forward_here(module, run_here, args, kwargs)
             return self._call(index, args, kwargs)
 
+        forward.smp_looks = True  # type: ignore[attr-defined]
         return forward
 
     def forward_of_call(self, index: int, mark: bytes) -> Callable[..., Any]:
@@ -244,12 +247,12 @@ class Runtime:
         request = asked.Request.of_mark(mark)
         if request is not None and isinstance(module, nn.Sequential):
             return functools.partial(call_stack_here, module, request=request, name=self.names[index])
-        if mark == asked.NO_REGION or hasattr(forward, "smp_is_region"):
+        if mark == asked.NO_REGION or isinstance(forward, RegionForward):
             return forward
         site = self._sites.get(index)
         if site is None:
             site = self._sites[index] = Site(f"module {self.names[index]!r}", [module])
-        return as_region(site, forward, mark == asked.REGION)
+        return lambda *args, **kwargs: run_region(site, forward, args, kwargs, mark == asked.REGION)
 
     def _issues_call_of(self, module: nn.Module) -> bool:
         index = self.module_numbers.get(id(module))

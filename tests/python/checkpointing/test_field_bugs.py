@@ -520,7 +520,7 @@ def test_hooks_run_once_and_logs_can_be_left_out():
             return super().forward(x)
 
     net = make(Logs)
-    net.register_forward_hook(lambda *_: hooked.append(1))
+    net.register_forward_pre_hook(lambda *_: hooked.append(1))
     ck(net, batch()).sum().backward()
     assert (len(logged), len(hooked)) == (1, 1)
 

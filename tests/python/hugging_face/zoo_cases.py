@@ -77,6 +77,7 @@ def compare(name: str, partitions: int, masked: bool = False, checkpointing: str
     runtime = model._runtime
     state = None if runtime is None else {k: v for k, v in runtime.engine.state().items() if k != "value_bytes"}
     parameters = sum(p.numel() for p in model.local_parameters())
+    recomputes = [region.recomputes for region in smp.checkpointing.report().regions[before:]]
     smp.shutdown()
     return {
         "differences": differences,
@@ -85,5 +86,5 @@ def compare(name: str, partitions: int, masked: bool = False, checkpointing: str
         "parameters": parameters,
         "version": transformers.__version__,
         "state": state,
-        "recomputes": [region.recomputes for region in smp.checkpointing.report().regions[before:]],
+        "recomputes": recomputes,
     }

@@ -1,5 +1,7 @@
 """`checkpoint`, `checkpoint_sequential` and `set_activation_checkpointing`."""
 
+import contextlib
+import functools
 import types
 import weakref
 from collections.abc import Callable
@@ -10,12 +12,12 @@ from torch.nn.modules import module as module_globals
 
 from .. import _C
 from ..exceptions import SMPUsageError
-from ..forwards import ReplacedForwards
 from ..log import logger
 from ..random import with_own_stream
 from ..state import state
 from .asked import Request, asking, region_mark
-from .plan import Plan, as_region, call_stack_here, is_plain_sequential, is_region, is_stack
+from .hooked import call_with_region
+from .plan import Plan, call_stack_here, is_plain_sequential, is_region, is_stack, site_on
 from .region import Site, run
 from .stack import check_strategy
 
@@ -58,18 +60,16 @@ def checkpoint(module: Callable[..., Any], *args: Any, preserve_rng_state: bool 
             return module(*args, **kwargs)
         with asking(region_mark(preserve_rng_state)):
             return module(*args, **kwargs)
+    if isinstance(owner, nn.Module) and getattr(module, "__func__", None) is type(owner).__call__:
+        module = owner
     if not isinstance(module, nn.Module):
-        return run(_site_of_function(module), module, args, kwargs, preserve_rng_state)
+        return run(_site_of_function(module, args, kwargs), module, args, kwargs, preserve_rng_state)
     if is_region(module):
         return module(*args, **kwargs)
     site = _site_of_module(module)
     if type(module).__call__ is nn.Module.__call__ and not _has_hooks(module):
         return run(site, module.forward, args, kwargs, preserve_rng_state)
-    replaced = ReplacedForwards([(module, as_region(site, module.forward, preserve_rng_state))])
-    try:
-        return module(*args, **kwargs)
-    finally:
-        replaced.close()
+    return call_with_region(module, site, preserve_rng_state, args, kwargs)
 
 
 def _has_hooks(module: nn.Module) -> bool:
@@ -86,23 +86,39 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 def _site_of_module(module: nn.Module) -> Site:
-    site = _sites.get(module)
-    if site is None:
-        plan = _plan()
-        name = None if plan is None else plan.name(module)
-        site = _sites[module] = Site(f"module {name!r}" if name else f"a {type(module).__name__}", [module])
-    return site
+    plan = _plan()
+    name = None if plan is None else plan.name(module)
+    return site_on(
+        module, "_smp_site", lambda: Site(f"module {name!r}" if name else f"a {type(module).__name__}", [module])
+    )
 
 
-def _site_of_function(function: Callable[..., Any]) -> Site:
-    owner = getattr(function, "__self__", None)
-    if isinstance(owner, nn.Module):
-        return _site_of_module(owner)
-    key: Any = getattr(function, "__code__", type(function))
-    site = _sites.get(key)
+def _modules_of(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[nn.Module]:
+    """The modules that a function may call: its owner, those it closes over or names, and its arguments."""
+    found: list[Any] = [*args, *kwargs.values()]
+    while isinstance(function, functools.partial):
+        found += [*function.args, *function.keywords.values()]
+        function = function.func
+    found += [function, getattr(function, "__self__", None)]
+    function = getattr(function, "__func__", function)
+    if isinstance(function, types.FunctionType):
+        for cell in function.__closure__ or ():
+            with contextlib.suppress(ValueError):  # not filled yet
+                found.append(cell.cell_contents)
+        found += [function.__globals__.get(name) for name in function.__code__.co_names]
+    return list(dict.fromkeys(m for m in found if isinstance(m, nn.Module)))
+
+
+def _site_of_function(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Site:
+    modules = _modules_of(function, args, kwargs)
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    if modules:
+        key = "_smp_site_" + "_".join(str(id(m)) for m in modules)
+        return site_on(modules[0], key, lambda: Site(f"function {name!r}", modules))
+    code: Any = getattr(function, "__code__", type(function))
+    site = _sites.get(code)
     if site is None:
-        name = getattr(function, "__qualname__", type(function).__qualname__)
-        site = _sites[key] = Site(f"function {name!r}" if isinstance(function, types.FunctionType) else name, [])
+        site = _sites[code] = Site(f"function {name!r}", [])
     return site
 
 

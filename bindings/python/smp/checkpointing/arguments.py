@@ -1,11 +1,10 @@
 """Arguments of a checkpointed call: the tensors apart, and the rest as it was at entry.
 
-What the call changes in a list, a dict or an object that it was given (a key-value cache), it finds unchanged when it runs again.
+What the call changes in a list, a dict or an object that it was given (a key-value cache), it finds unchanged when it runs again. What it
+was given twice it is given twice again, and objects that hold no tensors and were not changed are the very same.
 """
 
-import io
-import pickle
-import types
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,8 +14,6 @@ from torch import nn
 _PLAIN = frozenset(
     (bool, int, float, complex, str, bytes, type(None), type, range, slice, torch.dtype, torch.device, torch.Size)
 )
-# Never copied: code, and what has a state of its own that calls are meant to share.
-_SHARED = (nn.Module, torch.Generator, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 
 
 class _Slot:
@@ -28,97 +25,135 @@ class _Slot:
         self.number = number
 
 
-class _Object:
-    """Stands for an object that was pickled, with its tensors and shared objects by number."""
+class _Node:
+    """Stands for a container or an object, with what it held at entry. `anew`: another one is made for a recompute."""
 
-    __slots__ = ("first", "shared", "tree")
+    __slots__ = ("anew", "items", "original")
 
-    def __init__(self, tree: bytes, first: int, shared: list[Any]) -> None:
-        self.tree, self.first, self.shared = tree, first, shared
-
-
-class _Named:
-    """Stands for a NamedTuple."""
-
-    __slots__ = ("items", "kind")
-
-    def __init__(self, kind: Any, items: list[Any]) -> None:
-        self.kind, self.items = kind, items
+    def __init__(self, original: Any) -> None:
+        self.original = original
+        self.items: dict[Any, Any] = {}
+        self.anew = False
 
 
-class _Pickler(pickle.Pickler):
-    def __init__(self, buffer: io.BytesIO, tensors: list[torch.Tensor]) -> None:
-        super().__init__(buffer, protocol=5)
-        self._tensors, self._first = tensors, len(tensors)
-        self._numbers: dict[int, int] = {}
-        self.shared: list[Any] = []
-
-    def persistent_id(self, obj: Any) -> tuple[bool, int] | None:
-        if isinstance(obj, torch.Tensor):
-            number = self._numbers.setdefault(id(obj), len(self._tensors) - self._first)
-            if number == len(self._tensors) - self._first:
-                self._tensors.append(obj)
-            return True, number
-        if isinstance(obj, _SHARED):
-            self.shared.append(obj)
-            return False, len(self.shared) - 1
+def _items_of(value: Any) -> dict[Any, Any] | None:
+    """What a container or an object holds; None where it can't be looked into."""
+    if isinstance(value, list | tuple | set):
+        return dict(enumerate(value))
+    if isinstance(value, dict):
+        return dict(value)
+    if isinstance(value, nn.Module | torch.Generator | type) or callable(value):
         return None
+    attributes = getattr(value, "__dict__", None)
+    return dict(attributes) if type(attributes) is dict else None
 
 
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, saved: _Object, tensors: Sequence[torch.Tensor]) -> None:
-        super().__init__(io.BytesIO(saved.tree))
-        self._saved, self._tensors = saved, tensors
+class Arguments:
+    """The arguments of one call.
 
-    def persistent_load(self, pid: Any) -> Any:
-        is_tensor, number = pid
-        return self._tensors[self._saved.first + number] if is_tensor else self._saved.shared[number]
+    Attributes:
+        tensors: each tensor once.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self._kinds: list[Any] = []
+        self._numbers: dict[int, int] = {}
+        self._nodes: dict[int, _Node] = {}
+        self._args = [self._split(value) for value in args]
+        self._kwargs = {key: self._split(value) for key, value in kwargs.items()}
+
+    def _split(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            number = self._numbers.setdefault(id(value), len(self.tensors))
+            if number == len(self.tensors):
+                self.tensors.append(value)
+                # A parameter is kept by its module anyway.
+                self._kinds.append(value if isinstance(value, nn.Parameter) else type(value))
+            return _Slot(number)
+        if type(value) in _PLAIN:
+            return value
+        node = self._nodes.get(id(value))
+        if node is None:
+            items = _items_of(value)
+            if items is None:
+                return value
+            node = self._nodes[id(value)] = _Node(value)
+            node.items = {key: self._split(item) for key, item in items.items()}
+            node.anew = any(type(item) is _Slot or (type(item) is _Node and item.anew) for item in node.items.values())
+        return node
+
+    def end_forward(self) -> None:
+        """Learns which objects the call has changed: only those are made anew, and those that hold tensors."""
+        for node in self._nodes.values():
+            if not node.anew:
+                node.anew = not self._is_as_at_entry(node)
+        # What holds a changed object must be made anew with it.
+        for node in reversed(self._nodes.values()):
+            node.anew |= any(type(item) is _Node and item.anew for item in node.items.values())
+            if node.anew:
+                node.original = _prototype(node.original)
+        self._numbers.clear()
+
+    @staticmethod
+    def _is_as_at_entry(node: _Node) -> bool:
+        now = _items_of(node.original)
+        if now is None or list(now) != list(node.items):
+            return False
+        entry = (item.original if type(item) is _Node else item for item in node.items.values())
+        return all(a is b for a, b in zip(now.values(), entry, strict=True))
+
+    def again(self, tensors: Sequence[torch.Tensor]) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments as they were at entry, with these tensors."""
+        given: list[torch.Tensor] = []
+        for x, kind in zip(tensors, self._kinds, strict=True):
+            if isinstance(kind, nn.Parameter):
+                given.append(kind)
+            else:
+                given.append(x if kind is torch.Tensor else x.as_subclass(kind))
+        made: dict[int, Any] = {}
+        args = [self._join(value, given, made) for value in self._args]
+        return args, {key: self._join(value, given, made) for key, value in self._kwargs.items()}
+
+    def _join(self, value: Any, tensors: Sequence[torch.Tensor], made: dict[int, Any]) -> Any:
+        if type(value) is _Slot:
+            return tensors[value.number]
+        if type(value) is not _Node:
+            return value
+        if not value.anew:
+            return value.original
+        found = made.get(id(value))
+        if found is not None:
+            return found
+        prototype = value.original
+        if isinstance(prototype, type) and issubclass(prototype, tuple):
+            make = getattr(prototype, "_make", prototype)  # of a NamedTuple
+            new = made[id(value)] = make([self._join(item, tensors, made) for item in value.items.values()])
+            return new
+        new = made[id(value)] = prototype() if isinstance(prototype, type) else copy.copy(prototype)
+        items = {key: self._join(item, tensors, made) for key, item in value.items.items()}
+        if isinstance(new, list):
+            new.extend(items.values())
+        elif isinstance(new, dict | set):
+            new.update(items if isinstance(new, dict) else items.values())
+        else:
+            new.__dict__.update(items)
+        return new
 
 
-def _split_object(value: Any, tensors: list[torch.Tensor]) -> Any:
-    count = len(tensors)
-    buffer = io.BytesIO()
-    pickler = _Pickler(buffer, tensors)
-    try:
-        pickler.dump(value)
-    except Exception:  # it can't be copied, so it is shared
-        del tensors[count:]
-        return value
-    return _Object(buffer.getvalue(), count, pickler.shared)
+def _prototype(original: Any) -> Any:
+    """What another object of the kind is made from, without the contents."""
+    kind = type(original)
+    if isinstance(original, tuple) or kind in (list, dict, set):
+        return kind
+    empty = copy.copy(original)
+    if isinstance(empty, list | dict | set):
+        empty.clear()
+    else:
+        empty.__dict__.clear()
+    return empty
 
 
-def split(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """`value` with a stand-in for each tensor and object, a copy of each container; appends the tensors."""
-    if isinstance(value, torch.Tensor):
-        tensors.append(value)
-        return _Slot(len(tensors) - 1)
-    kind = type(value)
-    if kind in _PLAIN or isinstance(value, _SHARED):
-        return value
-    if kind is tuple:
-        return tuple([split(item, tensors) for item in value])
-    if kind is list:
-        return [split(item, tensors) for item in value]
-    if kind is dict:
-        return {key: split(item, tensors) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(kind, "_make"):
-        return _Named(kind, [split(item, tensors) for item in value])
-    return _split_object(value, tensors)
-
-
-def join(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """What `split` took apart, with these tensors; a new copy of each container and object."""
-    kind = type(value)
-    if kind is _Slot:
-        return tensors[value.number]
-    if kind is tuple:
-        return tuple([join(item, tensors) for item in value])
-    if kind is list:
-        return [join(item, tensors) for item in value]
-    if kind is dict:
-        return {key: join(item, tensors) for key, item in value.items()}
-    if kind is _Named:
-        return value.kind._make([join(item, tensors) for item in value.items])
-    if kind is _Object:
-        return _Unpickler(value, tensors).load()
-    return value
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """The tensors in a tree."""
+    return Arguments((value,), {}).tensors

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils import _device
 
 from .. import _C
@@ -17,34 +18,46 @@ rng_trackers: list[Any] = []
 class _Buffer:
     """One buffer of the modules: does its data change in a call?"""
 
-    __slots__ = ("changes", "key", "module", "name", "values_unseen")
+    __slots__ = ("changes", "data", "is_training", "name")
 
     def __init__(self, module: nn.Module, key: str, name: str) -> None:
-        self.module, self.key, self.name = module, key, name
-        # Batch norm counts in C++, where no version tells.
-        self.values_unseen = isinstance(module, nn.modules.batchnorm._NormBase) and key.startswith("running_")
-        self.changes: bool | None = True if self.values_unseen else None  # None: not seen yet
+        self.name, self.data = name, module._buffers[key]
+        # Batch norm counts in C++, where no version tells; in evaluation it does not.
+        counts = isinstance(module, nn.modules.batchnorm._NormBase) and key.startswith("running_")
+        self.changes: bool | None = True if counts else None  # None: not seen yet
+        self.is_training = (lambda: module.training) if counts else None
 
 
 class Entry:
     """What one call starts from."""
 
-    __slots__ = ("_before", "_buffers", "_device", "_lost", "_snapshot", "_trackers", "_watch")
+    __slots__ = (
+        "_before",
+        "_buffers",
+        "_constant",
+        "_device",
+        "_lost",
+        "_parameters",
+        "_snapshot",
+        "_trackers",
+        "_watch",
+    )
 
-    def __init__(self, watch: "ModuleEntries") -> None:
-        self._watch = watch.snapshots
+    def __init__(self, modules: "ModuleEntries") -> None:
+        self._watch = modules.attributes
         self._snapshot = self._watch.at_entry()
         self._device = _device.CURRENT_DEVICE
         self._trackers = [_copy(tracker.get_states()) for tracker in rng_trackers]
+        self._parameters = [(name, p, p._version, p.requires_grad) for name, p in modules.parameters]
         self._lost = ""
+        self._constant: list[tuple[str, torch.Tensor, int]] = []
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._before: list[tuple[_Buffer, torch.Tensor, int, torch.Tensor | None]] = []
-        for buffer in watch.buffers:
-            data = buffer.module._buffers.get(buffer.key)
-            if data is not None and not data.is_inference():
-                may_change = buffer.changes is not False and (not buffer.values_unseen or buffer.module.training)
-                copy = data.detach().clone() if may_change else None
-                self._before.append((buffer, data, data._version, copy))
+        for buffer in modules.buffers:
+            data = buffer.data
+            if data is not None and not is_lazy(data) and not data.is_inference():
+                may_change = buffer.changes is not False and (buffer.is_training is None or buffer.is_training())
+                self._before.append((buffer, data, data._version, data.detach().clone() if may_change else None))
 
     def end_forward(self) -> None:
         """Learns which buffers the call changed."""
@@ -54,34 +67,53 @@ class Entry:
                 if changed:
                     buffer.changes = True
                     self._lost = buffer.name
-            elif changed or buffer.values_unseen or (buffer.changes is None and not torch.equal(data, copy)):
+                else:
+                    self._constant.append((buffer.name, data, version))
+            elif changed or not torch.equal(data, copy):
                 buffer.changes = True
                 self._buffers.append((data, copy))
-            elif buffer.changes is None:
-                buffer.changes = False
+            else:
+                buffer.changes = buffer.changes or False
+                self._constant.append((buffer.name, data, version))
         self._before = []
 
-    def again(self, function: Callable[[], Any], where: str) -> Any:
-        """Runs the function from this state, and leaves everything as it was before."""
+    def _check(self, where: str) -> None:
         if self._lost:
             raise SMPUsageError(
                 f"{where} changed its buffer {self._lost!r}, which it had not done in earlier calls, so its value at entry was not kept and it "
                 "can't run again for backward. From now on it is kept: zero the gradients and run the step again"
             )
+        kept: list[tuple[str, str, torch.Tensor, int]] = [("parameter", *kept[:3]) for kept in self._parameters]
+        kept += [("buffer", *constant) for constant in self._constant]
+        for kind, name, tensor, version in kept:
+            if tensor._version != version:
+                raise SMPUsageError(
+                    f"{where} can't run again for backward, since its {kind} {name!r} was changed in place after it was entered (by an "
+                    "optimizer, or by load_state_dict): run backward first"
+                )
+
+    def again(self, function: Callable[[], Any], where: str) -> Any:
+        """Runs the function from this state, and leaves everything as it was before."""
+        self._check(where)
         now = self._watch.now()
         values = [(data, data.detach().clone()) for data, _ in self._buffers]
         trackers = [_copy(tracker.get_states()) for tracker in rng_trackers]
+        thawed = [(p, p.requires_grad) for _, p, _, needed in self._parameters if p.requires_grad != needed]
         self._snapshot.put_back()
         for data, copy in self._buffers:
             _C.overwrite(data, copy)
         for tracker, states in zip(rng_trackers, self._trackers, strict=False):
             tracker.set_states(_copy(states))
+        for parameter, needs_now in thawed:
+            parameter.requires_grad_(not needs_now)
         try:
             if self._device is None or self._device == _device.CURRENT_DEVICE:
                 return function()
             with self._device:
                 return function()
         finally:
+            for parameter, needs_now in thawed:
+                parameter.requires_grad_(needs_now)
             for tracker, states in zip(rng_trackers, trackers, strict=True):
                 tracker.set_states(states)
             for data, value in values:
@@ -96,13 +128,35 @@ def _copy(states: Any) -> Any:
 
 
 class ModuleEntries:
-    """Makes an `Entry` for each call of some modules, which share nothing but what was learnt of their buffers."""
+    """Makes an `Entry` for each call of some modules. Keeps what was learnt of their buffers, and what they consist of until that changes."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        named = {m: name for module in modules for name, m in module.named_modules()}
-        self.snapshots = _C.ModuleWatch(list(named))
-        self.buffers = [
-            _Buffer(module, key, f"{name}.{key}" if name else key)
-            for module, name in named.items()
-            for key in module._buffers
-        ]
+        self._modules = list(modules)
+        self._read()
+
+    def _read(self) -> None:
+        named = {
+            m: name
+            for module in self._modules
+            for name, m in module.named_modules()
+            if not isinstance(m, torch.jit.ScriptModule)
+        }
+        dicts = [d for m in named for d in (m._modules, m._parameters, m._buffers)]
+        self._structure = _C.ModuleWatch(dicts)
+        self._structure.changed()
+        self.attributes = _C.ModuleWatch(dicts + [m.__dict__ for m in named])
+        known = {id(buffer.data): buffer for buffer in getattr(self, "buffers", ())}
+        self.buffers = []
+        self.parameters: list[tuple[str, nn.Parameter]] = []
+        for module, name in named.items():
+            path = f"{name}." if name else ""
+            for key, data in module._buffers.items():
+                self.buffers.append(known.get(id(data)) or _Buffer(module, key, path + key))
+            self.parameters += [
+                (path + key, p) for key, p in module._parameters.items() if p is not None and not is_lazy(p)
+            ]
+
+    def entry(self) -> Entry:
+        if self._structure.changed():
+            self._read()
+        return Entry(self)

@@ -9,7 +9,7 @@ from torch import nn
 
 from .. import _C
 from ..exceptions import SMPUsageError
-from ..forwards import ReplacedForwards
+from ..forwards import ForwardOf, ReplacedForwards
 from ..log import logger
 from .asked import Request, asking, region_mark
 from .region import Site, run
@@ -23,24 +23,29 @@ def is_plain_sequential(module: nn.Module) -> TypeGuard[nn.Sequential]:
 
 def is_stack(module: nn.Module) -> bool:
     """Is it checkpointed layer by layer?"""
-    return isinstance(module, nn.Sequential | nn.ModuleList)
+    return isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict)
 
 
-def as_region(site: Site, forward: Callable[..., Any], preserve_rng_state: bool) -> Callable[..., Any]:
-    """`forward` of a module, as a region."""
+def site_on(module: nn.Module, key: str, make: Callable[[], Site]) -> Site:
+    """A site that lives and dies with the module. Copies of the module make their own."""
+    site = module.__dict__.get(key)
+    if site is None:
+        site = module.__dict__[key] = make()
+    return site
 
-    @functools.wraps(forward)
-    def checkpointed(*args: Any, **kwargs: Any) -> Any:
-        return run(site, forward, args, kwargs, preserve_rng_state)
 
-    checkpointed.smp_is_region = True  # type: ignore[attr-defined]
-    return checkpointed
+class RegionForward(ForwardOf):
+    """`forward` of a module, as a region in every call."""
+
+    def __init__(self, module: nn.Module, site: Site, preserve_rng_state: bool) -> None:
+        forward = module.forward
+        super().__init__(module, lambda *args, **kwargs: run(site, forward, args, kwargs, preserve_rng_state))
 
 
 def is_region(module: nn.Module) -> bool:
     """Is the module's own forward checkpointed already?"""
     forward = module.__dict__.get("forward")
-    while forward is not None and not hasattr(forward, "smp_is_region"):
+    while forward is not None and not isinstance(forward, RegionForward):
         forward = getattr(forward, "__wrapped__", None)
     return forward is not None
 
@@ -132,6 +137,7 @@ class Plan:
             else:
                 for layer in module.children() if is_stack(module) else [module]:
                     replacements |= self._of_module(layer, request)
+        self.regions = list(dict.fromkeys(self.regions))
         self._replaced = ReplacedForwards(replacements.items())
 
     def close(self) -> None:
@@ -151,7 +157,7 @@ class Plan:
         name = self._names[module]
         self.regions.append((home, name or "the whole model"))
         site = Site(f"module {name!r}" if name else "the model", [module])
-        return {module: as_region(site, module.forward, request.preserve_rng_state)}
+        return {module: RegionForward(module, site, request.preserve_rng_state)}
 
     def _of_sequential(self, stack: nn.Sequential, request: Request) -> dict[nn.Module, Callable[..., Any]]:
         layers = list(stack)
@@ -168,7 +174,7 @@ class Plan:
         def forward(value: Any) -> Any:
             return self.call_stack(stack, value, request)
 
-        return replacements | {stack: functools.wraps(stack.forward)(forward)}
+        return replacements | {stack: ForwardOf(stack, forward)}
 
     # ---- stacks
 
@@ -179,7 +185,9 @@ class Plan:
             layers = list(stack)
             places = [self.placement.home(layer) for layer in layers]
             for group in groups(places, None):
-                if len(group) > 1:
+                # Layers that share parameters are calls of their own: the order in which gradients add up would be another one.
+                owned = [p for i in group for p in layers[i].parameters()]
+                if len(group) > 1 and len(owned) == len({id(p) for p in owned}):
                     run_of_layers = Run([layers[i] for i in group], name)
                     self._runs.append(
                         (f"{name}[{group.start}:{group.stop}]", run_of_layers, homes[self._names[layers[group.start]]])
@@ -218,10 +226,8 @@ def call_stack_here(stack: nn.Sequential, value: Any, request: Request, name: st
         if len(group) == 1 and is_region(members[0]):
             value = call_layer(members[0], value, request.pack_args_as_tuple)
             continue
-        sites = stack.__dict__.setdefault("_smp_sites", {})
-        site = sites.get(group)
-        if site is None:
-            where = f"layers {group.start} to {group.stop - 1}" if len(group) > 1 else f"layer {group.start}"
-            site = sites[group] = Site(f"{where} of {name or 'a stack'}", members)
+        where = f"layers {group.start} to {group.stop - 1}" if len(group) > 1 else f"layer {group.start}"
+        key = f"_smp_site_{group.start}_{group.stop}"
+        site = site_on(stack, key, functools.partial(Site, f"{where} of {name or 'a stack'}", members))
         value = run(site, chain, (members, value, request.pack_args_as_tuple), {}, request.preserve_rng_state)
     return value

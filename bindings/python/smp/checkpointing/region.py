@@ -1,7 +1,6 @@
 """One checkpointed call: forward without its saved tensors, and the same again when backward needs them."""
 
 import warnings
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ from torch import nn
 
 from .. import _C
 from ..log import logger
-from .arguments import join, split
+from .arguments import Arguments, tensors_of
 from .module_entry import Entry, ModuleEntries
 from .report import keep
 
@@ -33,7 +32,7 @@ def verify(on: bool = True) -> None:
 
 
 class Site:
-    """A place that is checkpointed: some modules, or a function. Keeps what is learnt of it from call to call.
+    """A place that is checkpointed: some modules, or a function. Keeps what is learnt of it from call to call. Copies of a module have none.
 
     Attributes:
         report: its standing figures.
@@ -42,15 +41,17 @@ class Site:
     def __init__(self, name: str, modules: Sequence[nn.Module]) -> None:
         self.name = name
         self.report = _C.RegionReport(name)
-        keep(self.report)
+        keep(self)
         self.entries = ModuleEntries(modules)
         self.told_of_random = False
-        self._modules = [weakref.ref(module) for module in modules]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
 
     def held_anyway(self) -> list[torch.Tensor]:
         """Parameters and buffers."""
-        modules = [module for module in (ref() for ref in self._modules) if module is not None]
-        return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+        buffers = [buffer.data for buffer in self.entries.buffers if buffer.data is not None]
+        return [*(p for _, p in self.entries.parameters), *buffers]
 
     def warn_of_random(self) -> None:
         self.told_of_random = True
@@ -65,22 +66,16 @@ class Site:
 class _Replay:
     """Runs the function of a region again."""
 
-    __slots__ = ("_args", "_entry", "_function", "_kwargs", "_name")
+    __slots__ = ("_arguments", "_entry", "_function", "_name")
 
-    def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any, entry: Entry, name: str) -> None:
-        self._function, self._args, self._kwargs, self._entry, self._name = function, args, kwargs, entry, name
+    def __init__(self, function: Callable[..., Any], arguments: Arguments, entry: Entry, name: str) -> None:
+        self._function, self._arguments, self._entry, self._name = function, arguments, entry, name
 
     def __call__(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        args, kwargs = join(self._args, tensors), join(self._kwargs, tensors)
+        args, kwargs = self._arguments.again(tensors)
         tensors.clear()
         result = self._entry.again(lambda: self._function(*args, **kwargs), self._name)
         return tensors_of(result) if _verifies else []
-
-
-def tensors_of(result: Any) -> list[torch.Tensor]:
-    tensors: list[torch.Tensor] = []
-    split(result, tensors)
-    return tensors
 
 
 def run(
@@ -89,14 +84,16 @@ def run(
     """Calls the function as a region. Without gradients it is a plain call."""
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    tensors: list[torch.Tensor] = []
-    entry = Entry(site.entries)
-    replay = _Replay(function, split(args, tensors), split(kwargs, tensors), entry, site.name)
+    entry = site.entries.entry()
+    arguments = Arguments(args, kwargs)
     watch_random = not preserve_rng_state and not site.told_of_random
-    forward = _C.RegionForward(site.report, preserve_rng_state, tensors, replay, watch_random)
+    replay = _Replay(function, arguments, entry, site.name)
+    forward = _C.RegionForward(site.report, preserve_rng_state, arguments.tensors, replay, watch_random)
+    tensors, arguments.tensors = arguments.tensors, []
     with forward:
         result = function(*args, **kwargs)
     entry.end_forward()
+    arguments.end_forward()
     if watch_random and forward.has_drawn:
         site.warn_of_random()
     if _verifies:

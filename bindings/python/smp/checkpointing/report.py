@@ -1,14 +1,18 @@
 """Standing figures of the regions of this rank."""
 
+import weakref
 from dataclasses import dataclass
+from typing import Any
 
 from .. import _C
 
-_reports: "list[_C.RegionReport]" = []
+# Weak: of a model that is gone there is nothing to tell.
+_sites: list[weakref.ref[Any]] = []
 
 
-def keep(report: "_C.RegionReport") -> None:
-    _reports.append(report)
+def keep(site: Any) -> None:
+    """Reports of this place, as long as it exists."""
+    _sites.append(weakref.ref(site, _sites.remove))
 
 
 @dataclass(frozen=True)
@@ -37,4 +41,5 @@ def report() -> Report:
     Example:
         >>> print(smp.checkpointing.report())
     """
-    return Report(tuple(r for r in _reports if r.calls > 0))
+    reports = [site.report for site in (ref() for ref in _sites) if site is not None]
+    return Report(tuple(report for report in reports if report.calls > 0))

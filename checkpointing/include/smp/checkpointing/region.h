@@ -99,7 +99,6 @@ class Region : public std::enable_shared_from_this<Region> {
 
   void recompute(std::int64_t pass);
   [[nodiscard]] std::string describe(std::uint32_t number) const;
-  [[nodiscard]] std::optional<std::uint32_t> last_needed() const;
 
   const std::shared_ptr<RegionReport> report_;
   const ReplayState state_;
@@ -111,7 +110,8 @@ class Region : public std::enable_shared_from_this<Region> {
   std::vector<Meta> metas_;
   std::vector<std::int64_t> sizes_;
   std::vector<std::uint8_t> is_alive_;
-  std::vector<std::int64_t> output_hashes_;
+  std::size_t needed_ = 0;  // no number from here on is alive
+  std::vector<std::size_t> output_hashes_;
   // Until end_forward(), where it measures. Weak: the address of a storage that was freed is then not used again.
   std::unordered_map<const c10::StorageImpl*, c10::weak_intrusive_ptr<c10::StorageImpl>> storages_;
   std::int64_t saved_bytes_ = 0;

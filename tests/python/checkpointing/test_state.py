@@ -1,0 +1,208 @@
+"""What a checkpointed call starts from again: the identity of its arguments, parameters, buffers and modules; and what copies of modules do."""
+
+import copy
+import gc
+import pickle
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from compare import WIDTH, Layer, batch, error_of, is_as_plain, make, without_gc
+from torch import nn
+
+import smp
+from smp.checkpointing import checkpoint, checkpoint_sequential
+
+
+def ck(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return checkpoint(module, x)
+
+
+# ---- arguments
+
+
+def test_an_argument_that_is_given_twice_is_the_same_twice():
+    sentinel = object()
+
+    def looks(a: torch.Tensor, b: torch.Tensor, first: list[int], second: list[int], mark: object) -> torch.Tensor:
+        same = (a is b) + 2 * (first is second) + 4 * (mark is sentinel)
+        first.append(1)
+        return torch.exp(a * same * len(second))
+
+    def run(call: Any) -> Any:
+        def loss(_: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            items: list[int] = []
+            return call(looks, x, x, items, items, sentinel)
+
+        return loss
+
+    assert is_as_plain(Layer, run(checkpoint), run(lambda function, *args: function(*args)))
+
+
+def test_attention_that_is_given_one_tensor_three_times():
+    build = lambda: nn.MultiheadAttention(WIDTH, 2, batch_first=True)  # noqa: E731
+    call = lambda m, x: m(x, x, x)[0]  # noqa: E731
+    assert is_as_plain(build, lambda m, x: checkpoint(m, x, x, x)[0], call)
+
+
+class Cache:
+    """Does not pickle, and is changed by the call."""
+
+    def __init__(self) -> None:
+        self.function = lambda: None
+        self.seen: dict[str, torch.Tensor] = {}
+
+
+def test_an_object_that_the_call_changes_is_as_at_entry():
+    class Fills(Layer):
+        def forward(self, x: torch.Tensor, cache: Cache) -> torch.Tensor:
+            h = super().forward(x) * (1 + len(cache.seen))
+            cache.seen[f"{len(cache.seen)}"] = h.exp()
+            return cache.seen["0"] * h.exp()
+
+    mine, theirs = Cache(), Cache()
+    assert is_as_plain(Fills, lambda m, x: checkpoint(m, x, mine), lambda m, x: m(x, theirs))
+    assert list(mine.seen) == ["0"]
+
+
+def test_subclasses_and_parameters_stay_what_they_are():
+    class Marked(torch.Tensor):
+        pass
+
+    def looks(x: torch.Tensor, weight: Any, marked: Any) -> torch.Tensor:
+        return torch.exp(x * (isinstance(weight, nn.Parameter) + 2 * isinstance(marked, Marked))).as_subclass(
+            torch.Tensor
+        )
+
+    weight, marked = nn.Parameter(torch.ones(1)), torch.ones(1).as_subclass(Marked)
+    assert is_as_plain(Layer, lambda _, x: checkpoint(looks, x, weight, marked), lambda _, x: looks(x, weight, marked))
+
+
+# ---- parameters, buffers, modules
+
+
+@pytest.mark.parametrize("what", ["weight", "buffer"])
+def test_a_change_between_forward_and_backward_is_an_error(what):
+    net = nn.Linear(WIDTH, WIDTH)
+    net.register_buffer("buffer", torch.ones(WIDTH))
+    net.forward = lambda x: F.linear(x, net.weight).exp() * net.buffer
+    loss = ck(net, batch()).sum()
+    with torch.no_grad():
+        getattr(net, what).mul_(2)
+    kind, message = error_of(loss.backward)
+    assert kind == "SMPUsageError" and f"{what!r} was changed in place" in message
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_frozen_in_forward_and_not_in_backward(frozen):
+    results = []
+    for call in (ck, lambda m, x: m(x)):
+        net, x = make(lambda: nn.Sequential(Layer(), Layer())), batch()
+        net[0].requires_grad_(not frozen)
+        loss = call(net, x).square().sum()
+        net[0].requires_grad_(frozen)
+        loss.backward()
+        assert net[0].linear.weight.requires_grad == frozen
+        results.append([x.grad, net[1].linear.weight.grad])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+class BehindVersions(Layer):
+    """Changes its buffers where no version tells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("ema", torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = F.batch_norm(super().forward(x), self.mean, torch.ones(WIDTH), training=True)
+        self.ema.data.mul_(1.5)
+        return (h * self.ema).exp()
+
+
+def test_buffers_that_change_where_no_version_tells():
+    assert is_as_plain(BehindVersions, lambda m, x: ck(m, x) + ck(m, x / 2), lambda m, x: m(x) + m(x / 2), passes=3)
+
+
+def test_a_module_that_is_replaced_later():
+    def grows(call: Any) -> Any:
+        def run(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            y = call(m, x)
+            m[1] = nn.BatchNorm1d(WIDTH)
+            return y + call(m, x) + call(m, 2 * x)
+
+        return run
+
+    build = lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())  # noqa: E731
+    assert is_as_plain(build, grows(ck), grows(lambda m, x: m(x)))
+
+
+def test_functions_that_call_modules():
+    build = lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))  # noqa: E731
+    twice = lambda call, m, x: call(m, x) + call(m, 2 * x)  # noqa: E731
+    closure = lambda m, x: checkpoint(lambda h: m(h).exp(), x)  # noqa: E731
+    argument = lambda m, x: checkpoint(lambda module, h: module(h).exp(), m, x)  # noqa: E731
+    plain = lambda m, x: m(x).exp()  # noqa: E731
+    for call in (closure, argument):
+        assert is_as_plain(build, lambda m, x, call=call: twice(call, m, x), lambda m, x: twice(plain, m, x))
+
+
+# ---- copies
+
+
+def test_copies_of_checkpointed_modules_are_their_own():
+    smp.init({"partitions": 1})
+    net = make(lambda: nn.Sequential(Layer(), nn.Sequential(Layer(), Layer())))
+    model = smp.DistributedModel(net)
+    smp.set_activation_checkpointing(model.module[0])
+    smp.set_activation_checkpointing(model.module[1], strategy="contiguous")
+    net(batch()).sum().backward()
+    checkpoint_sequential(net, batch()).sum().backward()
+    copies = [copy.deepcopy(net), pickle.loads(pickle.dumps(net))]
+    smp.shutdown()
+    for copied in copies:
+        assert torch.equal(copied(batch()), net(batch()))
+        with torch.no_grad():
+            for parameter in copied.parameters():
+                parameter.zero_()
+        assert copied(batch()).abs().sum() == 0 and net(batch()).abs().sum() > 0
+
+
+def test_modules_that_were_checkpointed_are_freed():
+    def make_modules() -> list[nn.Module]:
+        hooked, own_buffer, refers, stack = Layer(), nn.BatchNorm1d(WIDTH), Layer(), nn.Sequential(Layer(), Layer())
+        hooked.register_forward_hook(lambda *_: None)
+        refers.me = refers
+        checkpoint_sequential(stack, batch(), "contiguous").sum().backward()
+        for module in (hooked, own_buffer, refers):
+            ck(module, batch()).sum().backward()
+        return [hooked, own_buffer, refers, stack]
+
+    alive = [weakref.ref(module) for module in make_modules()]
+    gc.collect()
+    assert [ref() for ref in alive] == [None] * 4
+
+
+def test_backwards_that_fail_keep_nothing():
+    def fails(gradient: torch.Tensor) -> None:
+        raise ValueError("upstream")
+
+    storages = []
+
+    def function(h: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            h = h.exp()
+            if smp.checkpointing.is_recomputing():
+                storages.append(h.untyped_storage()._weak_ref())
+        return h
+
+    with without_gc():
+        before = batch() * 1
+        before.register_hook(fails)
+        loss = checkpoint(function, before).sum()
+        for _ in range(5):
+            assert error_of(loss.backward, None, True) == ("ValueError", "upstream")
+        assert len(storages) >= 10 and sum(not torch.UntypedStorage._expired(s) for s in storages) <= 3
