@@ -1,6 +1,6 @@
 # Every target makes what it needs: a clean clone can start with any of them.
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test lint format soak update-test-names clean
+.PHONY: help setup build demo test lint format soak mutations update-test-names clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22
@@ -24,6 +24,9 @@ format: setup  ## rewrite all sources in the project's format
 
 soak: setup  ## sanitizers and repetitions (long)
 	@scripts/soak.sh
+
+mutations: setup  ## break the checkpointing engine on purpose, and see its tests fail (long)
+	@.venv/bin/python tests/mutations/run.py
 
 update-test-names: setup  ## rewrite tests/test_names.txt from what the runners find
 	@.venv/bin/python scripts/check_test_names.py --build build/editable --update

@@ -1,4 +1,4 @@
-"""Breaks the checkpointing engine on purpose, one patch at a time, and shows that the tests of field bugs fail.
+"""Breaks the checkpointing engine on purpose, one patch at a time, and shows that tests fail.
 
 .venv/bin/python tests/mutations/run.py [names of patches]
 
@@ -17,7 +17,7 @@ FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]
 WORK = ROOT / "build" / "mutations"
 SOURCE, BUILD, PACKAGE = WORK / "source", WORK / "build", WORK / "package"
-TESTS = "tests/python/checkpointing/test_field_bugs.py"
+TESTS = ("test_field_bugs.py", "test_state.py")
 
 
 def run(*command: str, **options: object) -> None:
@@ -52,7 +52,8 @@ def failing_tests() -> set[str]:
         "package = sys.argv.pop(1); sys.path.insert(0, package); import smp, pytest; assert package in smp.__file__, smp.__file__;"
         "sys.exit(pytest.main(sys.argv[1:]))"
     )
-    command = [sys.executable, "-c", code, str(PACKAGE), "-q", "-p", "no:cacheprovider", "--tb=no", str(SOURCE / TESTS)]
+    command = [sys.executable, "-c", code, str(PACKAGE), "-q", "-p", "no:cacheprovider", "--tb=no"]
+    command += [str(SOURCE / "tests/python/checkpointing" / name) for name in TESTS]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     found = set(re.findall(r"^(?:FAILED|ERROR) \S+::(\w+)", done.stdout, re.M))
     if done.returncode not in (0, 1) or (done.returncode == 1 and not found):
