@@ -106,7 +106,9 @@ void Region::check_outputs(const std::vector<at::Tensor>& outputs) const {
 
 at::Tensor Region::load(std::uint32_t number) {
   const std::int64_t task = torch::autograd::get_current_graph_task_id();
-  std::vector<Pass> ended;  // goes after the lock
+  // Goes after the lock: the end of a tensor may need the interpreter's lock, which another thread may hold that waits
+  // for this one.
+  std::vector<Pass> ended;
   std::unique_lock lock(mutex_);
   if (!passes_.contains(task)) {
     // A backward that failed tells nobody that it has ended. One that goes on computes again.
@@ -151,9 +153,9 @@ at::Tensor Region::load(std::uint32_t number) {
     return x.defined();
   };
   if (!take()) {
+    ended.push_back(std::exchange(pass, Pass()));
     pass.running = true;
     pass.thread = std::this_thread::get_id();
-    pass.next = 0;
     pass.tensors.assign(metas_.size(), at::Tensor());
     pass.given.assign(metas_.size(), c10::weak_intrusive_ptr<c10::TensorImpl>(c10::intrusive_ptr<c10::TensorImpl>()));
     lock.unlock();
@@ -161,9 +163,7 @@ at::Tensor Region::load(std::uint32_t number) {
       recompute(task);
     } catch (...) {
       lock.lock();
-      pass.running = false;
-      pass.tensors.clear();
-      pass.given.clear();
+      ended.push_back(std::exchange(pass, Pass()));
       changed_.notify_all();
       throw;
     }
@@ -171,12 +171,11 @@ at::Tensor Region::load(std::uint32_t number) {
     pass.running = false;
     changed_.notify_all();
     if (!take()) {
-      const auto reached = pass.next;
-      pass.tensors.clear();
+      ended.push_back(std::exchange(pass, Pass()));
       throw_usage(
           "{} saved {} tensors for backward, but only {} when it ran again: its forward must do the same both times "
           "(no branch on what changes between forward and backward)",
-          name(), metas_.size(), reached);
+          name(), metas_.size(), ended.back().next);
     }
   }
   if (task == kNoBackward) {

@@ -206,3 +206,116 @@ def test_backwards_that_fail_keep_nothing():
         for _ in range(5):
             assert error_of(loss.backward, None, True) == ("ValueError", "upstream")
         assert len(storages) >= 10 and sum(not torch.UntypedStorage._expired(s) for s in storages) <= 3
+
+
+# ---- hooks, reports, and saved tensors
+
+
+def test_hooks_run_once_and_logs_can_be_left_out():
+    logged, hooked = [], []
+
+    class Logs(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not smp.checkpointing.is_recomputing():
+                logged.append(x)
+            return super().forward(x)
+
+    net = make(Logs)
+    net.register_forward_pre_hook(lambda *_: hooked.append(1))
+    ck(net, batch()).sum().backward()
+    assert (len(logged), len(hooked)) == (1, 1)
+
+
+def test_a_report_tells_what_was_saved():
+    net = make(lambda: nn.Sequential(*(Layer() for _ in range(3))))
+    ck(net, batch()).sum().backward()
+    report = smp.checkpointing.report().regions[-1]
+    assert (report.calls, report.recomputes) == (1, 1)
+    assert report.input_bytes == 4 * WIDTH * 4 and report.saved_bytes > 2 * report.input_bytes
+    assert report.name in str(smp.checkpointing.report())
+
+
+def test_saved_tensors_that_a_function_reads_twice():
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x.exp())
+            return x * x
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            first = float(ctx.saved_tensors[0].sum())
+            return gradient * first / ctx.saved_tensors[0].sum()
+
+    x = batch()
+    checkpoint(Square.apply, x).sum().backward()
+    assert torch.allclose(x.grad, torch.ones_like(x))
+
+
+# ---- what a region must do the same
+
+
+def test_a_branch_that_changes_is_an_error():
+    class Branches(Layer):
+        more = True
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = super().forward(x)
+            return (h.exp() * h if switch["on"] else h).sin()
+
+    switch = {"on": True}
+    net = make(Branches)
+    loss = ck(net, batch()).sum()
+    switch["on"] = False
+    kind, message = error_of(loss.backward)
+    assert kind == "SMPUsageError" and "when it ran again" in message
+    switch["on"] = True
+    ck(net, batch()).sum().backward()  # usable again
+
+
+def test_other_shapes_are_an_error():
+    sizes = [4]
+    loss = checkpoint(lambda x: torch.sin(x[: sizes[0]]).exp(), batch()).sum()
+    sizes[0] = 3
+    kind, message = error_of(loss.backward)
+    assert kind == "SMPUsageError" and "Float [4, 6] on cpu" in message and "[3, 6]" in message
+
+
+def test_an_exception_in_a_recompute_leaves_everything_usable():
+    net = make(lambda: nn.Sequential(Layer(0.3), nn.BatchNorm1d(WIDTH)))
+    fails = [False]
+
+    def maybe(x: torch.Tensor) -> torch.Tensor:
+        h = net(x).sin()
+        if fails[0]:
+            raise ValueError("in the recompute")
+        return h.exp()
+
+    loss = checkpoint(maybe, batch()).sum()
+    fails[0] = True
+    torch.manual_seed(11)
+    assert error_of(loss.backward) == ("ValueError", "in the recompute")
+    after = torch.rand(3)
+    torch.manual_seed(11)
+    assert torch.equal(after, torch.rand(3)) and torch.is_grad_enabled()
+    fails[0] = False
+    assert is_as_plain(lambda: nn.Sequential(Layer(0.3), Layer()), ck)
+
+
+class CopiesItself(Cache):
+    """Its own way to be copied gives the very same object."""
+
+    def __copy__(self) -> "CopiesItself":
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError("can't be pickled")
+
+
+def test_an_object_with_its_own_way_to_be_copied_is_left_alone():
+    cache = CopiesItself()
+    cache.seen["x"] = torch.ones(WIDTH)
+    result = checkpoint(lambda x, c: (x * c.seen["x"]).exp(), batch(), cache)
+    assert list(cache.seen) == ["x"]
+    result.sum().backward()
+    assert list(cache.seen) == ["x"]

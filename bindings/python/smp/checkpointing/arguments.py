@@ -130,7 +130,7 @@ class Arguments:
             make = getattr(prototype, "_make", prototype)  # of a NamedTuple
             new = made[id(value)] = make([self._join(item, tensors, made) for item in value.items.values()])
             return new
-        new = made[id(value)] = prototype() if isinstance(prototype, type) else copy.copy(prototype)
+        new = made[id(value)] = _make_empty(prototype)
         items = {key: self._join(item, tensors, made) for key, item in value.items.items()}
         if isinstance(new, list):
             new.extend(items.values())
@@ -142,16 +142,21 @@ class Arguments:
 
 
 def _prototype(original: Any) -> Any:
-    """What another object of the kind is made from, without the contents."""
+    """What another object of the kind is made from, without the contents: the class, or an empty container."""
     kind = type(original)
-    if isinstance(original, tuple) or kind in (list, dict, set):
+    if kind in (list, dict, set) or not isinstance(original, list | dict | set):
         return kind
-    empty = copy.copy(original)
-    if isinstance(empty, list | dict | set):
-        empty.clear()
-    else:
-        empty.__dict__.clear()
+    empty = copy.copy(original)  # a defaultdict, say
+    if empty is original:
+        return kind
+    empty.clear()
     return empty
+
+
+def _make_empty(prototype: Any) -> Any:
+    if not isinstance(prototype, type):
+        return copy.copy(prototype)
+    return prototype() if issubclass(prototype, list | dict | set) else object.__new__(prototype)
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:

@@ -62,11 +62,14 @@ class Placement:
     def __init__(self, names: Mapping[nn.Module, str], homes: Mapping[str, int], by_hand: bool) -> None:
         self.names, self._homes, self._by_hand = names, homes, by_hand
         self._told: set[nn.Module] = set()
+        self._known: dict[nn.Module, int | None] = {}
 
     def home(self, module: nn.Module) -> int | None:
         """The one partition of a module with all below it, None where it is split."""
-        homes = {self._homes.get(self.names[m], 0) for m in module.modules() if m in self.names}
-        return homes.pop() if len(homes) == 1 else None
+        if module not in self._known:
+            homes = {self._homes.get(self.names[m], 0) for m in module.modules() if m in self.names}
+            self._known[module] = homes.pop() if len(homes) == 1 else None
+        return self._known[module]
 
     def check(self, module: nn.Module) -> int | None:
         """`home`; a split module is an error where it was placed by hand, and a warning, once, where it was not.
