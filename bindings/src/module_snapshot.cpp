@@ -2,6 +2,8 @@
 
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <string_view>
+
 namespace smp {
 
 namespace py = pybind11;
@@ -16,6 +18,11 @@ py::object without_graph(PyObject* value) {
   auto x = THPVariable_Unpack(value).tensor_data();
   x.set_requires_grad(true);
   return py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(x)));
+}
+
+/// What this library keeps at a module, and learns in a call, is not part of the module's state.
+bool is_ours(const py::handle& key) {
+  return PyUnicode_Check(key.ptr()) && py::cast<std::string_view>(key).starts_with("_smp_");
 }
 
 }  // namespace
@@ -36,7 +43,7 @@ void ModuleSnapshot::put_back() const {
       known.add(entry.first);
     }
     for (const auto& key : py::list(dict.attr("keys")())) {
-      if (!known.contains(key)) {
+      if (!known.contains(key) && !is_ours(key)) {
         dict.attr("pop")(key);
       }
     }

@@ -20,7 +20,8 @@ class ModuleSnapshot {
 
   explicit ModuleSnapshot(std::vector<Dict> dicts) : dicts_(std::move(dicts)) {}
 
-  /// Gives the dicts these entries. Other code never sees one without its entries.
+  /// Gives the dicts these entries, and no others but those of this library. Other code never sees one without its
+  /// entries.
   void put_back() const;
   /// Do the dicts hold the very same objects?
   [[nodiscard]] bool is_now() const;

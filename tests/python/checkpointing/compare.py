@@ -73,6 +73,14 @@ def without_gc() -> Iterator[None]:
         gc.enable()
 
 
+def bytes_left_by(call: Callable[[], object], times: int) -> int:
+    """Bytes of tensors that some calls made and left alive."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        for _ in range(times):
+            call()
+    return sum(event.nbytes() for event in profile.profiler.kineto_results.events() if event.name() == "[memory]")
+
+
 def error_of(call: Callable[..., Any], *args: Any) -> tuple[str, str]:
     """Type and message of what a call raises."""
     try:

@@ -1,10 +1,14 @@
 """Checkpointing in a model that is spread over ranks; run on every rank, asserted in test_partitions.py."""
 
 import contextlib
+import gc
 import io
 import logging
+import os
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,10 +17,11 @@ from torch import nn
 
 import smp
 from smdistributed.modelparallel.torch.patches.checkpoint import checkpoint, checkpoint_sequential
+from smp import _C
 
 WIDTH = 6
 MICROBATCHES = 4
-STEPS = 2
+STEPS = 3
 
 
 class Layer(nn.Module):
@@ -44,6 +49,24 @@ class TwoArguments(TupleLayer):
 class KeywordLayer(Layer):
     def forward(self, x: torch.Tensor, *, scale: torch.Tensor) -> torch.Tensor:
         return super().forward(x) * scale
+
+
+class Nested(nn.Module):
+    """Checkpoints a part of itself, and that in turn a part of its own."""
+
+    is_checkpointed = True
+
+    def __init__(self, depth: int = 2) -> None:
+        super().__init__()
+        self.first, self.inner = Layer(), type(self)(depth - 1) if depth else Layer()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        return x + (checkpoint(self.inner, x) if self.is_checkpointed else self.inner(x))
+
+
+class NestedPlain(Nested):
+    is_checkpointed = False
 
 
 def plain(net: Any, x: torch.Tensor) -> torch.Tensor:
@@ -123,16 +146,30 @@ def train_step(model: smp.DistributedModel, x: torch.Tensor, autocast: bool) -> 
     return loss
 
 
-def count_ready(model: smp.DistributedModel) -> dict[str, int]:
-    counts = {}
-    for name, parameter in model.local_named_parameters():
-        counts[name] = 0
+class Replicas:
+    """Stands for data-parallel training by two replicas, whose data this process has one after the other. Their gradients become the mean of
+    both: each contribution as it is ready (as a reducer does that overlaps with backward), or all together at the end of the step.
+    """
 
-        def ready(gradient: torch.Tensor, name: str = name) -> None:
-            counts[name] += 1
+    def __init__(self, model: smp.DistributedModel, overlapped: bool) -> None:
+        self._overlapped = overlapped
+        self._parameters = dict(model.local_named_parameters())
+        self.ready = dict.fromkeys(self._parameters, 0)
+        for name, parameter in self._parameters.items():
 
-        parameter.register_hook(ready)
-    return counts
+            def reduce(gradient: torch.Tensor, name: str = name) -> torch.Tensor | None:
+                self.ready[name] += 1
+                return gradient / 2 if overlapped else None
+
+            parameter.register_hook(reduce)
+
+    def step(self, model: smp.DistributedModel, batches: list[torch.Tensor], autocast: bool) -> list[torch.Tensor]:
+        model.zero_grad()
+        losses = [loss for x in batches for loss in train_step(model, x, autocast).outputs]
+        for parameter in self._parameters.values():
+            if parameter.grad is not None and not self._overlapped:
+                parameter.grad /= 2
+        return losses
 
 
 def train(
@@ -141,9 +178,10 @@ def train(
     set_on: Mapping[str, dict[str, Any]] | None = None,
     net: Mapping[str, Any] | None = None,
     autocast: bool = False,
+    overlapped: bool = True,
     **config: Any,
 ) -> dict[str, Any]:
-    """Losses, gradients and buffers of this rank after some steps, how often each gradient came, and the recomputes."""
+    """Losses, gradients and buffers of this rank after some steps of two replicas, how often each gradient came, and the recomputes."""
     smp.init({"microbatches": MICROBATCHES, "auto_partition": False, "stall_timeout": 60, "partitions": 2, **config})
     torch.manual_seed(0)
     module = Net(**(net or {}))
@@ -153,18 +191,19 @@ def train(
     model = smp.DistributedModel(module)
     for path, options in (set_on or {}).items():
         smp.set_activation_checkpointing(model.module.get_submodule(path), **options)
-    before = len(smp.checkpointing.report().regions)
-    x = torch.randn(4 * MICROBATCHES, WIDTH, generator=torch.Generator().manual_seed(1))
+    earlier = smp.checkpointing.report().regions
+    generator = torch.Generator().manual_seed(1)
+    batches = [torch.randn(4 * MICROBATCHES, WIDTH, generator=generator) for _ in range(2)]
     torch.manual_seed(2)
-    losses = [train_step(model, x, autocast).outputs for _ in range(1)]
-    counts = count_ready(model)
-    losses += [train_step(model, x, autocast).outputs for _ in range(STEPS - 1)]
+    losses = train_step(model, batches[0], autocast).outputs
+    replicas = Replicas(model, overlapped)
+    losses += replicas.step(model, batches, autocast)
     result = {
-        "losses": [loss for step in losses for loss in step],
+        "losses": losses,
         "gradients": {name: p.grad for name, p in model.local_named_parameters()},
         "buffers": dict(model.local_named_buffers()),
-        "ready": counts,
-        "recomputes": {r.name: r.recomputes for r in smp.checkpointing.report().regions[before:]},
+        "ready": replicas.ready,
+        "recomputes": {r.name: r.recomputes for r in smp.checkpointing.report().regions if r not in earlier},
         "report": "" if smp.state.partition_report is None else str(smp.get_partition_report()),
     }
     smp.shutdown()
@@ -235,3 +274,89 @@ def wrong_calls() -> dict[str, tuple[str, str]]:
     said["late"] = error_of(lambda: put(model.module.seq))
     smp.shutdown()
     return said
+
+
+# ---- memory and failures
+
+
+class Wide(nn.Module):
+    """Keeps some MiB for backward. Its recompute fails when it is told to."""
+
+    fails = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(256, 256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.fails and smp.checkpointing.is_recomputing():
+            raise ArithmeticError("in the recompute")
+        return x + torch.tanh(self.linear(x))
+
+
+def wide_model(partitions: int) -> tuple[smp.DistributedModel, torch.Tensor]:
+    smp.init({"partitions": partitions, "microbatches": 2, "auto_partition": False, "stall_timeout": 60})
+    torch.manual_seed(0)
+    net = Net(Wide, 4)
+    net.fc1 = nn.Sequential(Wide())
+    for index, layer in enumerate(net.seq):
+        smp.set_partition(layer, index * partitions // len(net.seq))
+    model = smp.DistributedModel(net)
+    smp.set_activation_checkpointing(model.module.fc1)
+    smp.set_activation_checkpointing(model.module.seq, strategy="group_2")
+    return model, torch.randn(2 * 1024, 256)
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def fifty_steps(partitions: int) -> dict[str, Any]:
+    """What this rank holds after steps without the garbage collector: bytes by which the last forty grew it, and what is left of regions."""
+    model, x = wide_model(partitions)
+    gc.collect()
+    gc.disable()
+    try:
+        for step in range(50):
+            model.zero_grad()
+            train_step(model, x, False)
+            if step == 9:
+                before = resident_bytes()
+        grown, regions = resident_bytes() - before, _C.count_regions()
+        state = model._runtime.engine.state() if model._runtime is not None else {}
+        garbage = gc.collect()
+    finally:
+        gc.enable()
+    recomputes = sum(r.recomputes for r in smp.checkpointing.report().regions)
+    smp.shutdown()
+    return {
+        "grown": grown,
+        "one": x.nbytes // 2,
+        "regions": regions,
+        "state": state,
+        "garbage": garbage,
+        "recomputes": recomputes,
+    }
+
+
+def failing_recompute(partitions: int) -> dict[str, Any]:
+    """A step whose recompute fails on the last partition, and the gradients of this rank after a step that follows it."""
+    model, x = wide_model(partitions)
+    train_step(model, x, False)
+    expected = {name: p.grad for name, p in model.local_named_parameters()}
+    Wide.fails = smp.pp_rank() == partitions - 1
+    said: tuple[str, str, list[str]] = ("", "", [])
+    try:
+        train_step(model, x, False)
+    except Exception as error:
+        said = type(error).__name__, str(error), getattr(error, "__notes__", [])
+    Wide.fails = False
+    deadline = time.monotonic() + 10
+    while _C.count_regions() > 0 and time.monotonic() < deadline:
+        time.sleep(0.01)  # what another rank's failure leaves is freed beside
+    regions = _C.count_regions()
+    model.zero_grad()
+    train_step(model, x, False)
+    equal = all(torch.equal(expected[name], p.grad) for name, p in model.local_named_parameters())
+    smp.shutdown()
+    return {"said": said, "equal": equal, "regions": regions}

@@ -2,13 +2,14 @@
 
 import ctypes
 import dataclasses
+import functools
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from compare import WIDTH, Layer, batch, error_of, is_as_plain, make, outcome, same, without_gc
+from compare import WIDTH, Layer, batch, bytes_left_by, error_of, is_as_plain, make, outcome, same, without_gc
 from torch import nn
 
 import smp
@@ -343,12 +344,14 @@ def test_nothing_is_left_over():
         net.kept.sum().backward()
 
     with without_gc():
-        net = make(lambda: nn.Sequential(Layer(0.1), Layer()))
         before = _C.count_regions()
         for case in (full, never_backward, fails, closure, nested, keeps_result):
-            for _ in range(50):
-                case(net)
-            assert _C.count_regions() == before, case.__name__
+            left = []
+            for steps in (2, 50):
+                net = make(lambda: nn.Sequential(Layer(0.1), Layer()))
+                left.append(bytes_left_by(functools.partial(case, net), steps))
+                assert _C.count_regions() == before, case.__name__
+            assert left[0] == left[1], case.__name__
 
 
 def test_inputs_of_regions_are_freed_by_backward():

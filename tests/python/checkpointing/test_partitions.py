@@ -42,6 +42,17 @@ def test_a_module(clusters, homes, pipeline):
     compare(clusters, cases.module_checkpointed, homes, ["module 'fc1'"], pipeline=pipeline)
 
 
+@pytest.mark.parametrize("overlapped", [True, False], ids=["overlapped", "end of step"])
+@pytest.mark.parametrize("pipeline", ["interleaved", "simple"])
+def test_gradients_of_replicas_are_reduced_as_without(clusters, pipeline, overlapped):
+    options = {"overlapped": overlapped, "pipeline": pipeline}
+    set_on = {"seq": {"strategy": "contiguous"}, "fc1": {}}
+    outcomes = compare(clusters, cases.plain, SPLIT, set_on=set_on, **options)
+    assert all(set(outcome["ready"].values()) == {2 * cases.MICROBATCHES} for outcome in outcomes)
+    compare(clusters, cases.plain, OVER_FOUR, ranks=4, set_on=set_on, **options)
+    compare(clusters, cases.plain, {}, ranks=1, set_on=set_on, **options)
+
+
 REGIONS = {
     "each": ["module 'seq.0'", "module 'seq.1'", "module 'seq.2'", "module 'seq.3'", "module 'seq.4'"],
     "contiguous": ["layers 0 to 1 of seq", "layers 0 to 2 of seq"],
@@ -50,10 +61,11 @@ REGIONS = {
 }
 
 
+@pytest.mark.parametrize("pipeline", ["interleaved", "simple"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_stack_that_is_split(clusters, strategy):
-    compare(clusters, cases.Sequential(strategy), SPLIT, REGIONS[strategy])
-    outcomes = compare(clusters, cases.plain, SPLIT, set_on={"seq": {"strategy": strategy}})
+def test_a_stack_that_is_split(clusters, strategy, pipeline):
+    compare(clusters, cases.Sequential(strategy), SPLIT, REGIONS[strategy], pipeline=pipeline)
+    outcomes = compare(clusters, cases.plain, SPLIT, set_on={"seq": {"strategy": strategy}}, pipeline=pipeline)
     report = outcomes[0]["report"]
     expected = {
         "each": ("seq.0-1", "seq.2-4"),
@@ -64,21 +76,20 @@ def test_a_stack_that_is_split(clusters, strategy):
     assert all(f"checkpointed: {regions}" in report for regions in expected)
 
 
+@pytest.mark.parametrize("pipeline", ["interleaved", "simple"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_stack_that_lies_elsewhere(clusters, strategy):
-    compare(clusters, cases.Sequential(strategy), WHOLE)
-    compare(clusters, cases.plain, WHOLE, set_on={"seq": {"strategy": strategy}})
+def test_a_stack_that_lies_elsewhere(clusters, strategy, pipeline):
+    compare(clusters, cases.Sequential(strategy), WHOLE, pipeline=pipeline)
+    compare(clusters, cases.plain, WHOLE, set_on={"seq": {"strategy": strategy}}, pipeline=pipeline)
 
 
-@pytest.mark.parametrize("strategy", ["each", "contiguous", "group_2"])
-def test_four_partitions(clusters, strategy):
-    compare(clusters, cases.Sequential(strategy), OVER_FOUR, ranks=4)
-
-
+@pytest.mark.parametrize("pipeline", ["interleaved", "simple"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_one_partition(clusters, strategy):
-    compare(clusters, cases.Sequential(strategy), {}, ranks=1)
-    compare(clusters, cases.plain, {}, ranks=1, set_on={"seq": {"strategy": strategy}, "fc1": {}})
+@pytest.mark.parametrize(("ranks", "homes"), [(1, {}), (4, OVER_FOUR)], ids=["one", "four"])
+def test_one_and_four_partitions(clusters, ranks, homes, strategy, pipeline):
+    compare(clusters, cases.Sequential(strategy), homes, ranks=ranks, pipeline=pipeline)
+    set_on = {"seq": {"strategy": strategy}, "fc1": {}}
+    compare(clusters, cases.plain, homes, ranks=ranks, set_on=set_on, pipeline=pipeline)
 
 
 @pytest.mark.parametrize("strategy", ["each", "contiguous", "group_2"])
@@ -86,8 +97,23 @@ def test_random_numbers_by_module(clusters, strategy):
     compare(clusters, cases.Sequential(strategy), SPLIT, rng_by_module=True)
 
 
-def test_autocast(clusters):
-    compare(clusters, cases.plain, SPLIT, set_on=EACH_STACK, autocast=True)
+PARTITIONS = pytest.mark.parametrize(("ranks", "homes"), [(1, {}), (2, SPLIT), (4, OVER_FOUR)], ids=["1", "2", "4"])
+
+
+@PARTITIONS
+def test_autocast(clusters, ranks, homes):
+    compare(clusters, cases.plain, homes, ranks=ranks, set_on=EACH_STACK, autocast=True)
+
+
+@PARTITIONS
+def test_regions_in_regions(clusters, ranks, homes):
+    set_on = {"seq": {"strategy": "contiguous"}}
+    expected = clusters(ranks).run(cases.train, cases.plain, homes, partitions=ranks, net={"kind": cases.NestedPlain})
+    outcomes = clusters(ranks).run(
+        cases.train, cases.plain, homes, partitions=ranks, net={"kind": cases.Nested}, set_on=set_on
+    )
+    check(outcomes, expected)
+    assert all(len(outcome["recomputes"]) > 2 for outcome in outcomes if outcome["recomputes"])
 
 
 @pytest.mark.parametrize("homes", [SPLIT, WHOLE], ids=["split", "whole"])
@@ -111,6 +137,27 @@ def test_layers_that_take_keywords(clusters):
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpoints_of_pytorch_run_once_on_the_owner(clusters, use_reentrant):
     compare(clusters, cases.Native(use_reentrant), SPLIT, REGIONS["each"])
+
+
+# ---- memory and failures
+
+
+@pytest.mark.parametrize("partitions", [1, 2, 4])
+def test_memory_is_flat_without_the_garbage_collector(clusters, partitions):
+    for facts in clusters(partitions).run(cases.fifty_steps, partitions):
+        assert facts["recomputes"] >= 100 and facts["regions"] == 0, facts
+        assert facts["grown"] < 10 * facts["one"], facts
+        assert not any(facts["state"].values()), facts
+
+
+@pytest.mark.parametrize("partitions", [1, 2, 4])
+def test_a_step_follows_one_whose_recompute_failed(clusters, partitions):
+    for rank, facts in enumerate(clusters(partitions).run(cases.failing_recompute, partitions)):
+        kind, message, notes = facts["said"]
+        assert (kind, message) == ("ArithmeticError", "in the recompute"), facts
+        if partitions > 1:
+            assert f"raised on rank {partitions - 1}" in notes[-1], (rank, notes)
+        assert facts["equal"] and facts["regions"] == 0, (rank, facts)
 
 
 # ---- the rule

@@ -211,6 +211,22 @@ def test_backwards_that_fail_keep_nothing():
 # ---- hooks, reports, and saved tensors
 
 
+class Recurrent(nn.Module):
+    """An LSTM, whose kernels without gradients give other bits; and what code may ask of gradients in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert torch.is_grad_enabled() and x.requires_grad
+        return self.lstm(x.expand(7, *x.shape).transpose(0, 1))[0]
+
+
+def test_forward_is_that_of_training():
+    assert is_as_plain(Recurrent, ck)
+
+
 def test_hooks_run_once_and_logs_can_be_left_out():
     logged, hooked = [], []
 
