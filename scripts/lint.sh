@@ -13,6 +13,12 @@ ruff format --check .
 say "mypy"
 mypy
 
+say "mutation patches"
+for patch in tests/mutations/*.patch; do
+  git apply --check "$patch" || { echo "$patch does not apply: make it anew for the code that it breaks" >&2; exit 1; }
+done
+echo "all apply"
+
 # Sources changed since the branch left the main line, or not yet committed.
 changed_sources() {
   local base
