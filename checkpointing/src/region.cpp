@@ -96,8 +96,8 @@ void Region::check_outputs(const std::vector<at::Tensor>& outputs) const {
     throw_usage(
         "{} gave back other values when it ran again for backward, so gradients would be wrong. Its forward must "
         "compute the same both times: register generators that it draws from "
-        "(smp.checkpointing.register_generator), keep preserve_rng_state=True, and don't let it depend on what "
-        "changes between forward and backward",
+        "(smp.checkpointing.register_generator, or register_rng_tracker for a tracker of several), keep "
+        "preserve_rng_state=True, and don't let it depend on what changes between forward and backward",
         name());
   }
 }

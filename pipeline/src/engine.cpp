@@ -74,11 +74,6 @@ Engine::Engine(std::shared_ptr<Transport> transport, std::shared_ptr<Host> host,
       return std::find(options_.shared.begin(), options_.shared.end(), p) != options_.shared.end();
     });
   }
-  for (std::size_t i = 0; i < options_.parameters.size(); ++i) {
-    if (const auto& [name, tensor, home] = options_.parameters[i]; home == partition_) {
-      watch_gradient(tensor, *this, static_cast<int>(i));
-    }
-  }
   nested_frames_ = std::any_of(options_.modules.begin(), options_.modules.end(),
                                [](const ModuleInfo& m) { return m.container && m.home != 0; });
   {
@@ -139,6 +134,11 @@ void Engine::enter_step(const std::string& name) {
   }
   std::optional<Failure> left;
   leave_failed_step();
+  for (std::size_t i = 0; i < options_.parameters.size(); ++i) {
+    if (const auto& [parameter, tensor, home] = options_.parameters[i]; home == partition_) {
+      watch_gradient(tensor, *this, static_cast<int>(i));
+    }
+  }
   Leftovers leftovers;
   const std::lock_guard receiving(receive_mutex_);
   {

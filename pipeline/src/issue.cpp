@@ -249,8 +249,8 @@ at::Tensor Engine::lift(const at::Tensor& x, int home) {
 void Engine::accumulate(int parameter, const at::Tensor& gradient, std::int64_t pass) {
   auto record = std::make_shared<CallRecord>();
   record->microbatch = here().microbatch;
-  record->outputs = {
-      torch::autograd::impl::gradient_edge(options_.parameters[static_cast<std::size_t>(parameter)].tensor)};
+  const auto& tensor = options_.parameters[static_cast<std::size_t>(parameter)].tensor;
+  record->outputs = {{c10::make_intrusive<GradientNode>(tensor), 0}};
   record->parameters = {parameter};
   sums_.open_call(record->parameters, record->microbatch);
   const auto id = new_ids();

@@ -152,6 +152,18 @@ variable_list CaptureNode::apply(variable_list&& gradients) {
   return {};
 }
 
+GradientNode::GradientNode(const at::Tensor& parameter) : parameter_(parameter) { add_input_metadata(parameter); }
+
+variable_list GradientNode::apply(variable_list&& gradients) {
+  auto& grad = parameter_.mutable_grad();
+  torch::autograd::AccumulateGrad::accumulateGrad(parameter_, grad, gradients[0], 1,
+                                                  [&grad](at::Tensor&& updated) { grad = std::move(updated); });
+  if (const auto& hook = torch::autograd::impl::post_acc_grad_hooks(parameter_)) {
+    (*hook)(parameter_);
+  }
+  return {};
+}
+
 namespace {
 
 class GradientWatch final : public torch::autograd::FunctionPreHook {
@@ -170,15 +182,25 @@ class GradientWatch final : public torch::autograd::FunctionPreHook {
   int index_;
 };
 
+bool is_watch(const std::unique_ptr<torch::autograd::FunctionPreHook>& hook) {
+  return dynamic_cast<const GradientWatch*>(hook.get()) != nullptr;
+}
+
 }  // namespace
 
 void watch_gradient(const at::Tensor& parameter, Engine& engine, int index) {
-  torch::autograd::impl::add_hook(parameter, std::make_unique<GradientWatch>(engine, index));
+  torch::autograd::impl::materialize_autograd_meta(parameter);
+  auto& hooks = torch::autograd::impl::hooks(parameter);
+  if (hooks.empty() || !is_watch(hooks.back())) {
+    unwatch_gradient(parameter);
+    hooks.push_back(std::make_unique<GradientWatch>(engine, index));
+  }
 }
 
 void unwatch_gradient(const at::Tensor& parameter) {
-  std::erase_if(torch::autograd::impl::hooks(parameter),
-                [](const auto& hook) { return dynamic_cast<const GradientWatch*>(hook.get()) != nullptr; });
+  if (torch::autograd::impl::get_autograd_meta(parameter) != nullptr) {
+    std::erase_if(torch::autograd::impl::hooks(parameter), is_watch);
+  }
 }
 
 std::vector<std::uint8_t> reachable(const std::vector<Edge>& roots, const Node* capture, std::size_t inputs) {

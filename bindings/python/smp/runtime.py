@@ -21,7 +21,7 @@ from .checkpointing.region import run as run_region
 from .checkpointing.stack import Run
 from .dynamic import is_dynamic
 from .exceptions import SMPFailureError, SMPUsageError
-from .forwards import ReplacedForwards
+from .forwards import ForwardOf, ReplacedForwards
 from .log import logger
 from .module_state import ModuleState
 from .placement import Assignment
@@ -178,6 +178,7 @@ class Runtime:
         infos: list[tuple[Any, ...]] = []
         self.buffers = [list(m.buffers()) for m in self.modules]
         self._inline = []
+        self._containers: set[int] = set()
         for name, submodule in named.items():
             # A module without parameters and buffers that nobody placed has no home: it runs where its data lies.
             states = [*submodule.parameters(), *submodule.buffers()]
@@ -186,6 +187,8 @@ class Runtime:
             owned = sorted({numbers[id(p)] for p in submodule.parameters()})
             has_buffers = bool(self.buffers[len(infos)])
             where = _FOLLOWS_DATA if follows else self.home[name]
+            if container:
+                self._containers.add(len(infos))
             infos.append((name, where, container, is_dynamic(submodule), has_buffers, owned))
             self._inline.append(container and self.home[name] == self.partition)
 
@@ -232,23 +235,27 @@ class Runtime:
         inline = self._inline[index]
         in_frame = _C.in_frame
 
-        @functools.wraps(original)
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
             if inline or not in_frame() or self._is_hooked_inside(index):
                 return forward_here(module, run_here, args, kwargs)
             return self._call(index, args, kwargs)
 
-        forward.smp_looks = True  # type: ignore[attr-defined]
+        forward = ForwardOf(module, call)
+        forward.smp_looks = True
         return forward
 
     def forward_of_call(self, index: int, mark: bytes) -> Callable[..., Any]:
-        """What a call of a module runs here: its forward, as a region where the caller asked for that."""
+        """What a call of a module runs here: its forward, as a region where the caller asked for that. Where the module is split, what it
+        calls is asked in turn.
+        """
         forward, module = self.forwards[index], self.modules[index]
         request = asked.Request.of_mark(mark)
         if request is not None and isinstance(module, nn.Sequential):
             return functools.partial(call_stack_here, module, request=request, name=self.names[index])
         if mark == asked.NO_REGION or isinstance(forward, RegionForward):
             return forward
+        if index in self._containers:
+            return asked.asking(mark)(forward)
         site = self._sites.get(index)
         if site is None:
             site = self._sites[index] = Site(f"module {self.names[index]!r}", [module])

@@ -12,6 +12,7 @@ from . import _C
 from .checkpointing.asked import asking, region_mark
 from .communication import allgather
 from .exceptions import SMPUsageError
+from .log import logger
 from .ranks import PP_GROUP
 from .state import state
 
@@ -119,6 +120,7 @@ class _NativeCheckpoints:
     """
 
     def __init__(self) -> None:
+        self._told_of_policy = False
         self._original: Any = torch.utils.checkpoint.CheckpointFunction
         self._original_generator: Any = torch.utils.checkpoint._checkpoint_without_reentrant_generator
         torch.utils.checkpoint.CheckpointFunction = self  # type: ignore[assignment, misc]
@@ -131,10 +133,21 @@ class _NativeCheckpoints:
             return function(*args)
 
     def _generator(
-        self, function: Callable[..., Any], preserve_rng_state: bool = True, *args: Any, **kwargs: Any
+        self,
+        function: Callable[..., Any],
+        preserve_rng_state: bool = True,
+        context_fn: Any = torch.utils.checkpoint.noop_context_fn,
+        *args: Any,
+        **kwargs: Any,
     ) -> Generator[None, None, None]:
         if not _C.in_frame():
-            return (yield from self._original_generator(function, preserve_rng_state, *args, **kwargs))
+            return (yield from self._original_generator(function, preserve_rng_state, context_fn, *args, **kwargs))
+        if context_fn is not torch.utils.checkpoint.noop_context_fn and not self._told_of_policy:
+            self._told_of_policy = True
+            logger.warning(
+                "torch.utils.checkpoint got a context_fn (selective checkpointing), which has no effect where the modules inside may lie on other "
+                "ranks: each of them runs again as a whole. Use it inside one of them"
+            )
         with asking(region_mark(preserve_rng_state)):
             yield
 

@@ -1,10 +1,12 @@
 """Checkpointing in a model that is spread over ranks; run on every rank, asserted in test_partitions.py."""
 
 import contextlib
+import copy
 import gc
 import io
 import logging
 import os
+import pickle
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -67,6 +69,17 @@ class Nested(nn.Module):
 
 class NestedPlain(Nested):
     is_checkpointed = False
+
+
+class Pair(nn.Module):
+    """Two layers, which may lie on two partitions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = Layer(), Layer()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x))
 
 
 def plain(net: Any, x: torch.Tensor) -> torch.Tensor:
@@ -136,6 +149,36 @@ class Native:
         for layer in net.seq:
             x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=self.use_reentrant)
         return x
+
+
+class Methods(nn.Module):
+    """Its forward checkpoints other methods of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = Layer(), Layer()
+
+    def one(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(x).sin()
+
+    def other(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(x).exp()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "plain"):
+            return checkpoint(self.other, checkpoint(self.one, x))
+        return self.other(self.one(x))
+
+
+class PlainMethods(Methods):
+    plain = True
+
+
+def closures(net: Any, x: torch.Tensor) -> torch.Tensor:
+    x = net.fc1(x)
+    for layer in net.seq:
+        x = checkpoint(lambda h, layer=layer: layer(h), x)
+    return x
 
 
 @smp.step
@@ -269,6 +312,13 @@ def wrong_calls() -> dict[str, tuple[str, str]]:
         "options": error_of(lambda: put(model.module.seq[0], strategy="contiguous")),
         "no stack": error_of(lambda: checkpoint_sequential(net.seq[0], torch.zeros(1))),
         "no function": error_of(lambda: checkpoint(3, torch.zeros(1))),
+        "positional strategy": error_of(lambda: put(model.module.seq, "each")),  # type: ignore[arg-type]
+        "of PyTorch": error_of(lambda: checkpoint(net.fc1, torch.zeros(2, WIDTH), use_reentrant=False)),
+        "segments": error_of(lambda: checkpoint_sequential(net.seq, torch.tensor(3), torch.zeros(1))),
+        "script": error_of(lambda: checkpoint(torch.jit.script(nn.Linear(2, 2)), torch.zeros(1, 2))),
+        "vmap": error_of(lambda: torch.vmap(lambda x: checkpoint(torch.sin, x))(torch.zeros(2))),
+        "tracker": error_of(lambda: smp.checkpointing.register_rng_tracker(torch.Generator)),
+        "generator": error_of(lambda: smp.checkpointing.register_generator("cpu")),  # type: ignore[arg-type]
     }
     train_step(model, torch.randn(8, WIDTH), False)
     said["late"] = error_of(lambda: put(model.module.seq))
@@ -337,6 +387,29 @@ def fifty_steps(partitions: int) -> dict[str, Any]:
         "garbage": garbage,
         "recomputes": recomputes,
     }
+
+
+def copies_of_modules() -> dict[str, Any]:
+    """What copies of this rank's modules give when their weights are zero, and what the modules then give."""
+    smp.init({"partitions": 2, "microbatches": 2, "auto_partition": False, "stall_timeout": 60})
+    torch.manual_seed(0)
+    net = Net(Wide, 4)
+    smp.set_partition(net.seq, 1)
+    net.fc1 = nn.Sequential(Wide())
+    model = smp.DistributedModel(net)
+    smp.set_activation_checkpointing(model.module.seq)
+    x = torch.randn(16, 256)
+    train_step(model, x, False)
+    mine = net.seq[0] if smp.pp_rank() == 1 else net.fc1[0]
+    expected = mine(x)
+    results = []
+    for again in (copy.deepcopy(mine), pickle.loads(pickle.dumps(mine))):
+        for parameter in again.parameters():
+            parameter.data.zero_()
+        results.append(torch.equal(again(x), x))
+    facts = {"copies": results, "own": torch.equal(mine(x), expected)}
+    smp.shutdown()
+    return facts
 
 
 def failing_recompute(partitions: int) -> dict[str, Any]:

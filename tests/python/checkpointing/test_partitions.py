@@ -55,9 +55,9 @@ def test_gradients_of_replicas_are_reduced_as_without(clusters, pipeline, overla
 
 REGIONS = {
     "each": ["module 'seq.0'", "module 'seq.1'", "module 'seq.2'", "module 'seq.3'", "module 'seq.4'"],
-    "contiguous": ["layers 0 to 1 of seq", "layers 0 to 2 of seq"],
-    "group_2": ["layers 0 to 1 of seq", "module 'seq.4'"],
-    "group_3": ["layers 0 to 1 of seq", "layers 0 to 2 of seq"],
+    "contiguous": ["layers 0 to 1 of seq", "layers 2 to 4 of seq"],
+    "group_2": ["layers 0 to 1 of seq", "layers 2 to 3 of seq", "module 'seq.4'"],
+    "group_3": ["layers 0 to 1 of seq", "layers 2 to 4 of seq"],
 }
 
 
@@ -128,15 +128,45 @@ def test_layers_that_take_and_return_tuples(clusters, strategy, homes):
     compare(clusters, how, homes, plain=cases.two_arguments, net={"kind": cases.TwoArguments})
 
 
-def test_layers_that_take_keywords(clusters):
+@PARTITIONS
+def test_layers_that_take_keywords(clusters, ranks, homes):
     net = {"kind": cases.KeywordLayer, "stack": nn.ModuleList}
     how = cases.layers_with_keywords
-    compare(clusters, how, SPLIT, REGIONS["each"], plain=how, net=net, set_on={"seq": {}})
+    compare(clusters, how, homes, REGIONS["each"], ranks=ranks, plain=how, net=net, set_on={"seq": {}})
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpoints_of_pytorch_run_once_on_the_owner(clusters, use_reentrant):
     compare(clusters, cases.Native(use_reentrant), SPLIT, REGIONS["each"])
+
+
+@pytest.mark.parametrize(
+    "how", [cases.Native(True), cases.Native(False), cases.closures], ids=["re-entrant", "native", "closure"]
+)
+def test_what_a_split_module_elsewhere_calls_is_checkpointed(clusters, how):
+    homes = {"seq.1": 1, "seq.1.b": 0}
+    outcomes = compare(clusters, how, homes, net={"kind": cases.Pair, "layers": 3})
+    names = {name for outcome in outcomes for name in outcome["recomputes"]}
+    assert names >= {"module 'seq.1.a'", "module 'seq.1.b'"} and "module 'seq.1'" not in names
+
+
+@pytest.mark.parametrize(
+    ("homes", "regions"),
+    [
+        ({"seq.0": 1}, ["function 'Methods.one'", "function 'Methods.other'"]),
+        ({"seq.0.b": 1}, ["module 'seq.0.a'", "module 'seq.0.b'"]),
+    ],
+    ids=["whole", "split"],
+)
+def test_methods_are_functions(clusters, homes, regions):
+    expected = clusters(2).run(cases.train, cases.plain, homes, net={"kind": cases.PlainMethods, "layers": 1})
+    outcomes = clusters(2).run(cases.train, cases.plain, homes, net={"kind": cases.Methods, "layers": 1})
+    check(outcomes, expected, regions)
+
+
+def test_copies_of_modules_are_their_own(clusters):
+    for facts in clusters(2).run(cases.copies_of_modules):
+        assert facts["copies"] == [True, True] and facts["own"], facts
 
 
 # ---- memory and failures
@@ -163,7 +193,7 @@ def test_a_step_follows_one_whose_recompute_failed(clusters, partitions):
 # ---- the rule
 
 
-RULE = [(cases.module_checkpointed, None, "module 'fc1'"), (cases.plain, "fc1", ""), (cases.plain, "", "module ''")]
+RULE = [(cases.module_checkpointed, None, "module 'fc1'"), (cases.plain, "fc1", ""), (cases.plain, "", "the model")]
 
 
 @pytest.mark.parametrize(("how", "set_on", "named"), RULE, ids=["in forward", "stack", "model"])
@@ -196,7 +226,14 @@ def test_wrong_calls_say_what_to_do(clusters):
             "foreign": "not in the model",
             "no module": "got str",
             "strategy": "'group_0'",
-            "options": "leave them out",
+            "options": "leave it out",
+            "positional strategy": "it is True or False",
+            "of PyTorch": "leave them out",
+            "segments": "strategy='group_N'",
+            "script": "TorchScript",
+            "vmap": "vmap",
+            "tracker": "the class Generator",
+            "generator": "register_rng_tracker",
             "no stack": "nn.Sequential",
             "no function": "got int",
             "late": "before the first step",

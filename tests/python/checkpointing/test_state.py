@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from compare import WIDTH, Layer, batch, error_of, is_as_plain, make, without_gc
+from compare import WIDTH, Layer, batch, error_of, is_as_plain, make, outcome, same, without_gc
 from torch import nn
 
 import smp
@@ -86,8 +86,8 @@ def test_subclasses_and_parameters_stay_what_they_are():
 @pytest.mark.parametrize("what", ["weight", "buffer"])
 def test_a_change_between_forward_and_backward_is_an_error(what):
     net = nn.Linear(WIDTH, WIDTH)
-    net.register_buffer("buffer", torch.ones(WIDTH))
-    net.forward = lambda x: F.linear(x, net.weight).exp() * net.buffer
+    net.register_buffer("buffer", torch.ones(2**16))  # a small one would be kept
+    net.forward = lambda x: F.linear(x, net.weight).exp() * net.buffer[:WIDTH]
     loss = ck(net, batch()).sum()
     with torch.no_grad():
         getattr(net, what).mul_(2)
@@ -125,6 +125,38 @@ class BehindVersions(Layer):
 
 def test_buffers_that_change_where_no_version_tells():
     assert is_as_plain(BehindVersions, lambda m, x: ck(m, x) + ck(m, x / 2), lambda m, x: m(x) + m(x / 2), passes=3)
+
+
+class ChangesNowAndThen(Layer):
+    """Changes a buffer in every third call."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.calls, self.size = 0, size
+        self.register_buffer("scale", torch.ones(size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls % 3 == 0:
+            self.scale.mul_(1.5)
+        return (super().forward(x) * self.scale[0].clone()).exp()
+
+
+def test_a_buffer_that_changes_now_and_then():
+    def several(call: Any) -> Any:  # calls before and after the change wait for backward together
+        return lambda m, x: call(m, x) + call(m, x / 2) + call(m, x / 3) + call(m, x / 4)
+
+    plain = several(lambda m, x: m(x))
+    assert is_as_plain(lambda: ChangesNowAndThen(8), several(ck), plain, passes=3)
+
+    # A large one is kept from its first change on, which is an error.
+    net = make(lambda: ChangesNowAndThen(2**16))
+    kind, message = error_of(several(ck)(net, batch()).sum().backward)
+    assert kind == "SMPUsageError" and "'scale'" in message and "From now on it is kept" in message
+    net.scale.fill_(1)
+    net.calls = 0
+    other = make(lambda: ChangesNowAndThen(2**16))
+    assert same(outcome(net, lambda x: several(ck)(net, x), 3), outcome(other, lambda x: plain(other, x), 3))
 
 
 def test_a_module_that_is_replaced_later():

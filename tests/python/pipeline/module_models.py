@@ -368,6 +368,15 @@ class FunctionInGlue(Model):
         return self.last(Scaled.apply(self.middle(self.first(x)), self.scale))
 
 
+class HooksParameters(FunctionInGlue):
+    """Hooks that a script sets on parameters before it trains."""
+
+    def make_middle(self) -> None:
+        super().make_middle()
+        for parameter in self.parameters():
+            parameter.register_hook(lambda gradient: gradient * 2)
+
+
 class PacksInGlue(Model):
     def make_middle(self) -> None:
         self.middle = nn.GRU(WIDTH, WIDTH, batch_first=True)
@@ -457,7 +466,7 @@ MODELS = {
     for model in (
         FillsBuffer, FillsWithOwn, FillsInContainer, ChangesInContainer, GivesArgumentBack, UsesReturnedBuffer, Complex, GradientInside, Recurrent,
         UsesParameters, ChangesViews, ViewsOfGradients, StridesOfGradients,
-        NormsWeight, NormsSpectrum, Prunes, FunctionInGlue, PacksInGlue,
+        NormsWeight, NormsSpectrum, Prunes, FunctionInGlue, HooksParameters, PacksInGlue,
     )
 }  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 import types
 import weakref
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from .plan import Plan, call_stack_here, is_plain_sequential, is_region, is_stac
 from .region import Site, run
 from .stack import check_strategy
 
+_OF_PYTORCH = frozenset(("use_reentrant", "context_fn", "determinism_check", "early_stop"))
 _sites: "weakref.WeakKeyDictionary[Any, Site]" = weakref.WeakKeyDictionary()
 
 
@@ -53,10 +55,13 @@ def checkpoint(module: Callable[..., Any], *args: Any, preserve_rng_state: bool 
     """
     if not callable(module):
         raise SMPUsageError(f"checkpoint got {type(module).__name__}: it takes a module and its arguments")
+    _check_arguments(preserve_rng_state, module, kwargs)
     owner = module if isinstance(module, nn.Module) else getattr(module, "__self__", None)
+    # Another method of a module is a function like any other.
+    is_module = owner is module or getattr(module, "__name__", "") in ("forward", "__call__")
     if _C.in_frame():
         plan = _plan()
-        if plan is not None and isinstance(owner, nn.Module) and not plan.may_be_region(owner):
+        if plan is not None and is_module and isinstance(owner, nn.Module) and not plan.may_be_region(owner):
             return module(*args, **kwargs)
         with asking(region_mark(preserve_rng_state)):
             return module(*args, **kwargs)
@@ -70,6 +75,27 @@ def checkpoint(module: Callable[..., Any], *args: Any, preserve_rng_state: bool 
     if type(module).__call__ is nn.Module.__call__ and not _has_hooks(module):
         return run(site, module.forward, args, kwargs, preserve_rng_state)
     return call_with_region(module, site, preserve_rng_state, args, kwargs)
+
+
+def _check_flag(preserve_rng_state: bool) -> None:
+    if not isinstance(preserve_rng_state, bool):
+        raise SMPUsageError(
+            f"preserve_rng_state got {type(preserve_rng_state).__name__}: it is True or False; name the other arguments (strategy=...)"
+        )
+
+
+def _check_arguments(preserve_rng_state: bool, module: Callable[..., Any], kwargs: dict[str, Any]) -> None:
+    """Refuses what `torch.utils.checkpoint.checkpoint` takes and this does not."""
+    _check_flag(preserve_rng_state)
+    if kwargs.keys().isdisjoint(_OF_PYTORCH):
+        return
+    function = module.forward if isinstance(module, nn.Module) else module
+    foreign = sorted(kwargs.keys() & _OF_PYTORCH - inspect.signature(function).parameters.keys())
+    if foreign:
+        raise SMPUsageError(
+            f"checkpoint got {', '.join(foreign)}: arguments of torch.utils.checkpoint, which mean nothing here; leave them out (shapes and dtypes "
+            "are checked always, values with smp.checkpointing.verify())"
+        )
 
 
 def _has_hooks(module: nn.Module) -> bool:
@@ -113,7 +139,8 @@ def _site_of_function(function: Callable[..., Any], args: tuple[Any, ...], kwarg
     modules = _modules_of(function, args, kwargs)
     name = getattr(function, "__qualname__", type(function).__qualname__)
     if modules:
-        key = "_smp_site_" + "_".join(str(id(m)) for m in modules)
+        line = getattr(getattr(function, "__code__", None), "co_firstlineno", 0)
+        key = f"_smp_site_{name}_{line}_" + "_".join(str(id(m)) for m in modules)
         return site_on(modules[0], key, lambda: Site(f"function {name!r}", modules))
     code: Any = getattr(function, "__code__", type(function))
     site = _sites.get(code)
@@ -147,6 +174,7 @@ def checkpoint_sequential(
     Example:
         >>> x = smp.checkpointing.checkpoint_sequential(self.seq, x, strategy="group_2")
     """
+    _check_flag(preserve_rng_state)
     if not is_plain_sequential(sequential):
         raise SMPUsageError(
             f"checkpoint_sequential got {type(sequential).__name__}: it takes an nn.Sequential (with its own forward); call other modules by "
@@ -186,6 +214,7 @@ def set_activation_checkpointing(
         >>> model = smp.DistributedModel(GPT2LMHeadModel(config))
         >>> smp.set_activation_checkpointing(model.module.transformer.h, strategy="each")
     """
+    _check_flag(preserve_rng_state)
     if not isinstance(module, nn.Module):
         raise SMPUsageError(f"set_activation_checkpointing got {type(module).__name__}: it takes a module of the model")
     model: Any = state.model
@@ -205,17 +234,15 @@ def set_activation_checkpointing(
         )
     limit = check_strategy(strategy)
     shown = f"module {name!r} ({type(module).__name__})"
-    if not is_stack(module) and (pack_args_as_tuple or strategy != "each"):
+    if not is_stack(module) and (pack_args_as_tuple or limit != 1):
+        given = f"strategy={strategy!r}" if limit != 1 else "pack_args_as_tuple=True"
         raise SMPUsageError(
-            f"set_activation_checkpointing got strategy={strategy!r}, pack_args_as_tuple={pack_args_as_tuple} for {shown}: these are for an "
-            "nn.Sequential; leave them out"
+            f"set_activation_checkpointing got {given} for {shown}, which is no stack of layers: leave it out"
         )
-    if is_stack(module) and not is_plain_sequential(module) and (pack_args_as_tuple or limit != 1):
+    if is_stack(module) and not is_plain_sequential(module) and limit != 1 and state.require_topology().rank == 0:
         logger.warning(
-            "%s calls its layers itself or through its parent, so each of them is checkpointed alone: strategy=%r and pack_args_as_tuple=%s "
-            "have no effect",
+            "%s calls its layers itself or through its parent, so each of them is checkpointed alone: strategy=%r has no effect",
             shown,
             strategy,
-            pack_args_as_tuple,
         )
     model.request_checkpointing(module, Request(preserve_rng_state, pack_args_as_tuple, limit))

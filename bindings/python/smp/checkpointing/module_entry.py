@@ -15,16 +15,26 @@ from ..exceptions import SMPUsageError
 rng_trackers: list[Any] = []
 
 
+_SMALL_BYTES = 1 << 16
+
+
 class _Buffer:
     """One buffer of the modules: does its data change in a call?"""
 
-    __slots__ = ("changes", "data", "is_training", "name")
+    __slots__ = ("changes", "data", "is_small", "is_training", "name")
 
     def __init__(self, module: nn.Module, key: str, name: str) -> None:
         self.name, self.data = name, module._buffers[key]
         # Batch norm counts in C++, where no version tells; in evaluation it does not.
         counts = isinstance(module, nn.modules.batchnorm._NormBase) and key.startswith("running_")
-        self.changes: bool | None = True if counts else None  # None: not seen yet
+        self.changes: bool | None = True if counts else None  # False: not seen to do so. None: not seen yet
+        # A small one is kept in every call, in case it changes only now and then.
+        self.is_small = (
+            self.data is not None
+            and not is_lazy(self.data)
+            and self.data.layout is torch.strided
+            and self.data.nbytes <= _SMALL_BYTES
+        )
         self.is_training = (lambda: module.training) if counts else None
 
 
@@ -40,6 +50,7 @@ class Entry:
         "_parameters",
         "_snapshot",
         "_trackers",
+        "_unchanged",
         "_watch",
     )
 
@@ -50,13 +61,15 @@ class Entry:
         self._trackers = [_copy(tracker.get_states()) for tracker in rng_trackers]
         self._parameters = [(name, p, p._version, p.requires_grad) for name, p in modules.parameters]
         self._lost = ""
-        self._constant: list[tuple[str, torch.Tensor, int]] = []
+        self._constant: list[tuple[_Buffer, torch.Tensor, int]] = []
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._unchanged: list[tuple[torch.Tensor, int, torch.Tensor]] = []
         self._before: list[tuple[_Buffer, torch.Tensor, int, torch.Tensor | None]] = []
         for buffer in modules.buffers:
             data = buffer.data
             if data is not None and not is_lazy(data) and not data.is_inference():
-                may_change = buffer.changes is not False and (buffer.is_training is None or buffer.is_training())
+                may_change = buffer.changes is not False or buffer.is_small
+                may_change = may_change and (buffer.is_training is None or buffer.is_training())
                 self._before.append((buffer, data, data._version, data.detach().clone() if may_change else None))
 
     def end_forward(self) -> None:
@@ -68,13 +81,16 @@ class Entry:
                     buffer.changes = True
                     self._lost = buffer.name
                 else:
-                    self._constant.append((buffer.name, data, version))
-            elif changed or not torch.equal(data, copy):
+                    self._constant.append((buffer, data, version))
+            elif changed or buffer.changes or (buffer.changes is None and not torch.equal(data, copy)):
                 buffer.changes = True
                 self._buffers.append((data, copy))
             else:
-                buffer.changes = buffer.changes or False
-                self._constant.append((buffer.name, data, version))
+                buffer.changes = False
+                if buffer.is_small:
+                    self._unchanged.append((data, version, copy))
+                else:
+                    self._constant.append((buffer, data, version))
         self._before = []
 
     def _check(self, where: str) -> None:
@@ -83,8 +99,14 @@ class Entry:
                 f"{where} changed its buffer {self._lost!r}, which it had not done in earlier calls, so its value at entry was not kept and it "
                 "can't run again for backward. From now on it is kept: zero the gradients and run the step again"
             )
+        for buffer, tensor, version in self._constant:
+            if tensor._version != version and buffer.changes:
+                raise SMPUsageError(
+                    f"{where} can't run again for backward, since a later call changed its buffer {buffer.name!r}, which no call had done before, so "
+                    "its value at entry was not kept. From now on it is kept: zero the gradients and run the step again"
+                )
         kept: list[tuple[str, str, torch.Tensor, int]] = [("parameter", *kept[:3]) for kept in self._parameters]
-        kept += [("buffer", *constant) for constant in self._constant]
+        kept += [("buffer", buffer.name, tensor, version) for buffer, tensor, version in self._constant]
         for kind, name, tensor, version in kept:
             if tensor._version != version:
                 raise SMPUsageError(
@@ -96,11 +118,15 @@ class Entry:
         """Runs the function from this state, and leaves everything as it was before."""
         self._check(where)
         now = self._watch.now()
-        values = [(data, data.detach().clone()) for data, _ in self._buffers]
+        changed = [
+            *self._buffers,
+            *((data, copy) for data, version, copy in self._unchanged if data._version != version),
+        ]
+        values = [(data, data.detach().clone()) for data, _ in changed]
         trackers = [_copy(tracker.get_states()) for tracker in rng_trackers]
         thawed = [(p, p.requires_grad) for _, p, _, needed in self._parameters if p.requires_grad != needed]
         self._snapshot.put_back()
-        for data, copy in self._buffers:
+        for data, copy in changed:
             _C.overwrite(data, copy)
         for tracker, states in zip(rng_trackers, self._trackers, strict=False):
             tracker.set_states(_copy(states))
@@ -135,12 +161,13 @@ class ModuleEntries:
         self._read()
 
     def _read(self) -> None:
-        named = {
-            m: name
-            for module in self._modules
-            for name, m in module.named_modules()
-            if not isinstance(m, torch.jit.ScriptModule)
-        }
+        named = {m: name for module in self._modules for name, m in module.named_modules()}
+        for module, name in named.items():
+            if isinstance(module, torch.jit.ScriptModule):
+                raise SMPUsageError(
+                    f"a TorchScript module ({name or 'itself'}, a {module.original_name}) was checkpointed: its interpreter does not let it run again in part. "
+                    "Checkpoint the modules around it, or leave it in Python"
+                )
         dicts = [d for m in named for d in (m._modules, m._parameters, m._buffers)]
         self._structure = _C.ModuleWatch(dicts)
         self._structure.changed()

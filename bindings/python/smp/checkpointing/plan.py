@@ -80,12 +80,17 @@ class Placement:
         home = self.home(module)
         if home is None and module not in self._told:
             name = self.names[module]
+            shown = f"module {name!r}" if name else "the model"
             own = self._homes[name]
             below = {self.names[m]: self._homes[self.names[m]] for m in module.modules() if m in self.names}
-            others = [f"{key!r} on {value}" for key, value in below.items() if value != own]
+            others = [
+                f"{key!r} on {value}"
+                for key, value in below.items()
+                if value != own and below.get(key.rpartition(".")[0], own) != value
+            ]
             more = f" and {len(others) - 3} more" if len(others) > 3 else ""
             text = (
-                f"module {name!r} can't be checkpointed, since it is split over partitions {sorted(set(below.values()))}: it is on {own}, but "
+                f"{shown} can't be checkpointed, since it is split over partitions {sorted(set(below.values()))}: it is on {own}, but "
                 f"{', '.join(others[:3])}{more}. A checkpointed module lies on one partition with all below it: checkpoint its children instead"
             )
             if self._by_hand:
@@ -191,7 +196,7 @@ class Plan:
                 # Layers that share parameters are calls of their own: the order in which gradients add up would be another one.
                 owned = [p for i in group for p in layers[i].parameters()]
                 if len(group) > 1 and len(owned) == len({id(p) for p in owned}):
-                    run_of_layers = Run([layers[i] for i in group], name)
+                    run_of_layers = Run([layers[i] for i in group], name or "the model", group.start)
                     self._runs.append(
                         (f"{name}[{group.start}:{group.stop}]", run_of_layers, homes[self._names[layers[group.start]]])
                     )
@@ -200,7 +205,7 @@ class Plan:
     def call_stack(self, stack: nn.Sequential, value: Any, request: Request) -> Any:
         """Runs a stack, in regions."""
         if not _C.in_frame():
-            return call_stack_here(stack, value, request, self._names.get(stack, ""))
+            return call_stack_here(stack, value, request, self._names.get(stack, "") or "the model")
         layers = list(stack)
         homes = [self.placement.check(layer) for layer in layers]
         for group in groups(homes, request.limit):

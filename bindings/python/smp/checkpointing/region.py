@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C import _functorch
 
 from .. import _C
+from ..exceptions import SMPUsageError
 from ..log import logger
 from .arguments import Arguments, tensors_of
 from .module_entry import Entry, ModuleEntries
@@ -84,6 +86,11 @@ def run(
     """Calls the function as a region. Without gradients it is a plain call."""
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
+    if _functorch.peek_interpreter_stack() is not None:
+        raise SMPUsageError(
+            f"{site.name} was checkpointed inside torch.func.grad, vmap or another transform, which does not let tensors be dropped: use the "
+            "transform inside it, or leave out checkpointing"
+        )
     entry = site.entries.entry()
     arguments = Arguments(args, kwargs)
     watch_random = not preserve_rng_state and not site.told_of_random

@@ -15,9 +15,13 @@ def keep(site: Any) -> None:
     _sites.append(weakref.ref(site, _sites.remove))
 
 
+def _size(count: int) -> str:
+    return f"{count / 2**20:.1f} MiB" if count >= 2**20 else f"{count / 2**10:.1f} KiB"
+
+
 @dataclass(frozen=True)
 class Report:
-    """The regions that were entered on this rank.
+    """The regions that were entered on this rank with gradients on, of all models of the process that are alive.
 
     Attributes:
         regions: one for each, with `name`, `calls`, `recomputes`, `saved_bytes` (what one call would have kept without checkpointing,
@@ -27,9 +31,10 @@ class Report:
     regions: "tuple[_C.RegionReport, ...]"
 
     def __str__(self) -> str:
-        lines = [f"{'region':40} {'calls':>8} {'again':>8} {'saved MiB':>10} {'kept MiB':>10} {'again s':>9}"]
+        lines = [f"{'':40} {'':8} {'':8} {'bytes of a call':>23}"]
+        lines += [f"{'region':40} {'calls':>8} {'again':>8} {'without':>11} {'kept':>11} {'again s':>9}"]
         lines += [
-            f"{r.name:40} {r.calls:8} {r.recomputes:8} {r.saved_bytes / 2**20:10.2f} {r.input_bytes / 2**20:10.2f} {r.recompute_s:9.3f}"
+            f"{r.name:40} {r.calls:8} {r.recomputes:8} {_size(r.saved_bytes):>11} {_size(r.input_bytes):>11} {r.recompute_s:9.3f}"
             for r in self.regions
         ]
         return "\n".join(lines)

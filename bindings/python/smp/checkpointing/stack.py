@@ -29,8 +29,10 @@ def check_strategy(strategy: str) -> int | None:
         return None
     found = _GROUP.fullmatch(strategy) if isinstance(strategy, str) else None
     if found is None:
+        shown = repr(strategy) if isinstance(strategy, str | int | None) else f"a {type(strategy).__name__}"
         raise SMPUsageError(
-            f"strategy is {strategy!r}: it must be 'each', 'contiguous', or 'group_N' with a number of layers N (group_2)"
+            f"strategy is {shown}: it must be 'each', 'contiguous', or 'group_N' with a number of layers N (group_2). PyTorch's "
+            "checkpoint_sequential(seq, segments, x) is checkpoint_sequential(seq, x, strategy='group_N') here"
         )
     return int(found[1])
 
@@ -85,9 +87,10 @@ class Run(nn.Module):
 
     issues: Callable[[], bool]
 
-    def __init__(self, layers: Sequence[nn.Module], name: str) -> None:
+    def __init__(self, layers: Sequence[nn.Module], name: str, first: int) -> None:
+        """`first`: number of the first of the layers in the stack."""
         super().__init__()
-        self._name, self._layers = name, list(layers)
+        self._name, self._layers, self._first = name, list(layers), first
         self._sites: dict[tuple[int, int], Site] = {}
         for i, layer in enumerate(layers):
             self.add_module(str(i), layer)
@@ -102,9 +105,8 @@ class Run(nn.Module):
     ) -> Any:
         site = self._sites.get((start, stop))
         if site is None:
-            site = self._sites[start, stop] = Site(
-                f"layers {start} to {stop - 1} of {self._name}", self._layers[start:stop]
-            )
+            numbers = f"layers {self._first + start} to {self._first + stop - 1}"
+            site = self._sites[start, stop] = Site(f"{numbers} of {self._name}", self._layers[start:stop])
         args = (value, keys.tolist(), start, stop, pack_args_as_tuple)
         return run(site, self._run, args, {}, preserve_rng_state)
 

@@ -94,8 +94,20 @@ class CaptureNode final : public torch::autograd::Node {
   std::shared_ptr<CapturedGradients> captured_;
 };
 
+/// Puts a gradient into `.grad` of a parameter whose hooks it went through already.
+class GradientNode final : public torch::autograd::Node {
+ public:
+  explicit GradientNode(const at::Tensor& parameter);
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override;
+  [[nodiscard]] std::string name() const override { return "smp::GradientNode"; }
+
+ private:
+  at::Tensor parameter_;
+};
+
 /// A gradient that comes to a parameter of this rank as a remote tensor (from a custom autograd function in glue, say)
-/// goes to Engine::accumulate() instead. Until unwatch_gradient().
+/// goes to Engine::accumulate() instead, after the hooks that the user has set so far. Until unwatch_gradient(), or
+/// until the user sets another one: to be said again before each step.
 void watch_gradient(const at::Tensor& parameter, Engine& engine, int index);
 void unwatch_gradient(const at::Tensor& parameter);
 
