@@ -15,7 +15,7 @@ if torch.__version__.split("+")[0] != _C.built_with_torch.split("+")[0]:
     )
 
 from . import checkpointing
-from .checkpointing import set_activation_checkpointing
+from .checkpointing import checkpoint, checkpoint_sequential, set_activation_checkpointing
 from .communication import allgather, barrier, broadcast, dp_barrier, mp_barrier, recv_from, send
 from .dynamic import set_dynamic
 from .exceptions import SMPConfigError, SMPError, SMPFailureError, SMPUsageError
@@ -80,7 +80,8 @@ log.configure()
 __all__ = [
     "DP_GROUP", "DP_RANK", "MP_GROUP", "MP_RANK", "PP_GROUP", "PP_RANK", "RDP_GROUP", "RDP_RANK", "TP_GROUP", "TP_RANK", "WORLD", "WORLD_RANK",
     "CommGroup", "DistributedModel", "DistributedOptimizer", "PartitionReport", "RankSummary", "RankType", "SMPConfigError", "SMPError",
-    "SMPFailureError", "SMPUsageError", "StepFunction", "StepOutput", "TraceSummary", "allgather", "amp", "barrier", "broadcast", "checkpointing",
+    "SMPFailureError", "SMPUsageError", "StepFunction", "StepOutput", "TraceSummary", "allgather", "amp", "barrier", "broadcast", "checkpoint",
+    "checkpoint_sequential", "checkpointing",
     "dp_barrier", "dp_rank", "dp_size", "get_dp_group", "get_dp_process_group", "get_mp_group", "get_mp_process_group", "get_partition_report",
     "get_pp_group", "get_pp_process_group", "get_rdp_group", "get_rdp_process_group", "get_tp_group", "get_tp_process_group",
     "get_world_process_group", "init", "is_initialized", "is_tracing", "launch", "local_rank", "local_size", "mp_barrier", "mp_rank", "mp_size",

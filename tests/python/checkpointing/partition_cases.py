@@ -314,6 +314,7 @@ def wrong_calls() -> dict[str, tuple[str, str]]:
         "no function": error_of(lambda: checkpoint(3, torch.zeros(1))),
         "positional strategy": error_of(lambda: put(model.module.seq, "each")),  # type: ignore[arg-type]
         "of PyTorch": error_of(lambda: checkpoint(net.fc1, torch.zeros(2, WIDTH), use_reentrant=False)),
+        "of PyTorch, too": error_of(lambda: checkpoint(torch.sin, torch.zeros(2), use_reentrant=True)),
         "segments": error_of(lambda: checkpoint_sequential(net.seq, torch.tensor(3), torch.zeros(1))),
         "script": error_of(lambda: checkpoint(torch.jit.script(nn.Linear(2, 2)), torch.zeros(1, 2))),
         "vmap": error_of(lambda: torch.vmap(lambda x: checkpoint(torch.sin, x))(torch.zeros(2))),

@@ -229,6 +229,7 @@ def test_wrong_calls_say_what_to_do(clusters):
             "options": "leave it out",
             "positional strategy": "it is True or False",
             "of PyTorch": "leave them out",
+            "of PyTorch, too": "leave them out",
             "segments": "strategy='group_N'",
             "script": "TorchScript",
             "vmap": "vmap",

@@ -89,8 +89,10 @@ def _check_arguments(preserve_rng_state: bool, module: Callable[..., Any], kwarg
     _check_flag(preserve_rng_state)
     if kwargs.keys().isdisjoint(_OF_PYTORCH):
         return
-    function = module.forward if isinstance(module, nn.Module) else module
-    foreign = sorted(kwargs.keys() & _OF_PYTORCH - inspect.signature(function).parameters.keys())
+    known: set[str] = set()
+    with contextlib.suppress(ValueError):  # written in C
+        known.update(inspect.signature(module.forward if isinstance(module, nn.Module) else module).parameters)
+    foreign = sorted(kwargs.keys() & _OF_PYTORCH - known)
     if foreign:
         raise SMPUsageError(
             f"checkpoint got {', '.join(foreign)}: arguments of torch.utils.checkpoint, which mean nothing here; leave them out (shapes and dtypes "

@@ -1,5 +1,5 @@
 """`smp.checkpointing` under its compatible name."""
 
-from smp.checkpointing import checkpoint, checkpoint_sequential
+from smp.checkpointing import checkpoint, checkpoint_sequential, set_activation_checkpointing
 
-__all__ = ["checkpoint", "checkpoint_sequential"]
+__all__ = ["checkpoint", "checkpoint_sequential", "set_activation_checkpointing"]
