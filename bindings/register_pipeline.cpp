@@ -262,6 +262,7 @@ void register_engine(py::module_& module) {
       .def("fetch", &Engine::fetch, without_gil, "The data of a tensor, without autograd. Blocks.")
       .def("begin_fetch", &Engine::begin_fetch, without_gil, "Asks for the data of a tensor; does not block.")
       .def("end_fetch", &Engine::end_fetch, without_gil, "Waits for what begin_fetch asked for.")
+      .def("watch_gradients", &Engine::watch_gradients, "To be called before each backward.")
       .def(
           "root",
           [](Engine& engine, const at::Tensor& x) {

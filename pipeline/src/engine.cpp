@@ -134,11 +134,7 @@ void Engine::enter_step(const std::string& name) {
   }
   std::optional<Failure> left;
   leave_failed_step();
-  for (std::size_t i = 0; i < options_.parameters.size(); ++i) {
-    if (const auto& [parameter, tensor, home] = options_.parameters[i]; home == partition_) {
-      watch_gradient(tensor, *this, static_cast<int>(i));
-    }
-  }
+  watch_gradients();
   Leftovers leftovers;
   const std::lock_guard receiving(receive_mutex_);
   {
@@ -422,6 +418,14 @@ void Engine::abort(Failure failure) {
     failure.fields(header);
     send_to_others(header);
   } catch (const FailureError&) {  // nobody is left to tell
+  }
+}
+
+void Engine::watch_gradients() {
+  for (std::size_t i = 0; i < options_.parameters.size(); ++i) {
+    if (const auto& [name, parameter, home] = options_.parameters[i]; home == partition_) {
+      watch_gradient(parameter, *this, static_cast<int>(i));
+    }
   }
 }
 

@@ -243,6 +243,7 @@ class DistributedModel(nn.Module):
             if self._runtime is not None:
                 # What lies here too: its backward must not run beside that of modules, which add to the same gradients.
                 with torch.enable_grad():
+                    self._runtime.engine.watch_gradients()
                     roots = [self._runtime.engine.root(root) for root in roots]
                 gradients = [self._runtime.engine.seed(root, g) for root, g in zip(roots, gradients, strict=True)]
         self._refusal.original(roots, gradients)

@@ -128,17 +128,17 @@ def test_buffers_that_change_where_no_version_tells():
 
 
 class ChangesNowAndThen(Layer):
-    """Changes a buffer in every third call."""
+    """Changes a buffer in every third call, also where no version tells."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, by_version: bool = True) -> None:
         super().__init__()
-        self.calls, self.size = 0, size
+        self.calls, self.by_version = 0, by_version
         self.register_buffer("scale", torch.ones(size))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         if self.calls % 3 == 0:
-            self.scale.mul_(1.5)
+            (self.scale if self.by_version else self.scale.data).mul_(1.5)
         return (super().forward(x) * self.scale[0].clone()).exp()
 
 
@@ -147,7 +147,8 @@ def test_a_buffer_that_changes_now_and_then():
         return lambda m, x: call(m, x) + call(m, x / 2) + call(m, x / 3) + call(m, x / 4)
 
     plain = several(lambda m, x: m(x))
-    assert is_as_plain(lambda: ChangesNowAndThen(8), several(ck), plain, passes=3)
+    for by_version in (True, False):
+        assert is_as_plain(lambda by_version=by_version: ChangesNowAndThen(8, by_version), several(ck), plain, passes=3)
 
     # A large one is kept from its first change on, which is an error.
     net = make(lambda: ChangesNowAndThen(2**16))
@@ -157,6 +158,40 @@ def test_a_buffer_that_changes_now_and_then():
     net.calls = 0
     other = make(lambda: ChangesNowAndThen(2**16))
     assert same(outcome(net, lambda x: several(ck)(net, x), 3), outcome(other, lambda x: plain(other, x), 3))
+
+
+class Adjacent(Layer):
+    """Has a buffer that can't be overwritten: sparse, or expanded."""
+
+    def __init__(self, buffer: torch.Tensor, changes: bool = False) -> None:
+        super().__init__()
+        self.changes = changes
+        self.register_buffer("adjacency", buffer)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.changes:
+            (self.adjacency[:, :1] if self.adjacency.layout is torch.strided else self.adjacency).mul_(2)
+        return (self.adjacency.to_dense() @ super().forward(x)).exp()
+
+
+@pytest.mark.parametrize(
+    "buffer",
+    [
+        lambda: torch.eye(4).to_sparse(),
+        lambda: torch.eye(4).to_sparse_csr(),
+        lambda: torch.ones(4, 1).expand(4, 4),
+    ],
+    ids=["coo", "csr", "expanded"],
+)
+def test_buffers_that_cannot_be_overwritten(buffer):
+    gradients = []
+    for call in (ck, lambda net, x: net(x)):
+        net, x = make(lambda: Adjacent(buffer())), batch()
+        call(net, x).sum().backward()
+        gradients.append([x.grad, net.linear.weight.grad])
+    assert same(*gradients)
+    kind, message = error_of(ck, make(lambda: Adjacent(buffer(), changes=True)), batch())
+    assert kind == "SMPUsageError" and "'adjacency'" in message and "sparse or expanded" in message
 
 
 def test_a_module_that_is_replaced_later():

@@ -377,6 +377,15 @@ class HooksParameters(FunctionInGlue):
             parameter.register_hook(lambda gradient: gradient * 2)
 
 
+class HooksInForward(FunctionInGlue):
+    """Sets the first hook of a parameter in the middle of a step."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.scale._backward_hooks:
+            self.scale.register_hook(lambda gradient: gradient * 2)
+        return super().forward(x)
+
+
 class PacksInGlue(Model):
     def make_middle(self) -> None:
         self.middle = nn.GRU(WIDTH, WIDTH, batch_first=True)
@@ -466,7 +475,7 @@ MODELS = {
     for model in (
         FillsBuffer, FillsWithOwn, FillsInContainer, ChangesInContainer, GivesArgumentBack, UsesReturnedBuffer, Complex, GradientInside, Recurrent,
         UsesParameters, ChangesViews, ViewsOfGradients, StridesOfGradients,
-        NormsWeight, NormsSpectrum, Prunes, FunctionInGlue, HooksParameters, PacksInGlue,
+        NormsWeight, NormsSpectrum, Prunes, FunctionInGlue, HooksParameters, HooksInForward, PacksInGlue,
     )
 }  # fmt: skip
 

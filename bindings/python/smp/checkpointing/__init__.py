@@ -34,8 +34,9 @@ def register_generator(generator: torch.Generator) -> None:
         SMPUsageError: no generator.
     """
     if not isinstance(generator, torch.Generator):
+        got = f"the class {generator.__name__}" if isinstance(generator, type) else type(generator).__name__
         raise SMPUsageError(
-            f"register_generator got {type(generator).__name__}: it takes a torch.Generator; what holds several, with get_states() and "
+            f"register_generator got {got}: it takes a torch.Generator; what holds several, with get_states() and "
             "set_states(states), is for register_rng_tracker"
         )
     _C.register_generator(generator)
@@ -57,7 +58,8 @@ def register_rng_tracker(tracker: Any) -> None:
     if isinstance(tracker, type) or not has_both:
         got = f"the class {tracker.__name__}" if isinstance(tracker, type) else type(tracker).__name__
         raise SMPUsageError(
-            f"register_rng_tracker got {got}: it takes an object with get_states() and set_states(states)"
+            f"register_rng_tracker got {got}: it takes an object with get_states() and set_states(states); a torch.Generator is for "
+            "register_generator"
         )
     if not any(known is tracker for known in rng_trackers):
         rng_trackers.append(tracker)

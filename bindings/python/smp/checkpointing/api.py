@@ -22,7 +22,7 @@ from .plan import Plan, call_stack_here, is_plain_sequential, is_region, is_stac
 from .region import Site, run
 from .stack import check_strategy
 
-_OF_PYTORCH = frozenset(("use_reentrant", "context_fn", "determinism_check", "early_stop"))
+_OF_PYTORCH = frozenset(("use_reentrant", "context_fn", "determinism_check", "debug", "early_stop"))
 _sites: "weakref.WeakKeyDictionary[Any, Site]" = weakref.WeakKeyDictionary()
 
 

@@ -18,6 +18,18 @@ rng_trackers: list[Any] = []
 _SMALL_BYTES = 1 << 16
 
 
+def _can_be_overwritten(data: torch.Tensor) -> bool:
+    """False for sparse tensors, and for expanded ones, whose elements share memory."""
+    if data.layout is not torch.strided:
+        return False
+    return not any(stride == 0 and size > 1 for stride, size in zip(data.stride(), data.shape, strict=True))
+
+
+def _differs(data: torch.Tensor, version: int, copy: torch.Tensor) -> bool:
+    """Has a small buffer changed? On other devices by its version only, since to compare would wait for them."""
+    return data._version != version or (data.device.type == "cpu" and not torch.equal(data, copy))
+
+
 class _Buffer:
     """One buffer of the modules: does its data change in a call?"""
 
@@ -29,12 +41,12 @@ class _Buffer:
         counts = isinstance(module, nn.modules.batchnorm._NormBase) and key.startswith("running_")
         self.changes: bool | None = True if counts else None  # False: not seen to do so. None: not seen yet
         # A small one is kept in every call, in case it changes only now and then.
-        self.is_small = (
-            self.data is not None
-            and not is_lazy(self.data)
-            and self.data.layout is torch.strided
-            and self.data.nbytes <= _SMALL_BYTES
-        )
+        self.is_small = False
+        if self.data is not None and not is_lazy(self.data):
+            if _can_be_overwritten(self.data):
+                self.is_small = self.data.nbytes <= _SMALL_BYTES
+            else:
+                self.changes = False
         self.is_training = (lambda: module.training) if counts else None
 
 
@@ -69,7 +81,8 @@ class Entry:
             data = buffer.data
             if data is not None and not is_lazy(data) and not data.is_inference():
                 may_change = buffer.changes is not False or buffer.is_small
-                may_change = may_change and (buffer.is_training is None or buffer.is_training())
+                if may_change and buffer.is_training is not None:
+                    may_change = buffer.is_training()
                 self._before.append((buffer, data, data._version, data.detach().clone() if may_change else None))
 
     def end_forward(self) -> None:
@@ -78,11 +91,20 @@ class Entry:
             changed = data._version != version
             if copy is None:
                 if changed:
+                    if not _can_be_overwritten(data):
+                        raise SMPUsageError(
+                            f"a checkpointed call changed the buffer {buffer.name!r}, which is sparse or expanded: its value at entry can't be put back "
+                            "for the recompute. Make it dense (contiguous), or change it outside"
+                        )
                     buffer.changes = True
                     self._lost = buffer.name
                 else:
                     self._constant.append((buffer, data, version))
-            elif changed or buffer.changes or (buffer.changes is None and not torch.equal(data, copy)):
+            elif (
+                buffer.changes
+                or _differs(data, version, copy)
+                or (buffer.changes is None and not torch.equal(data, copy))
+            ):
                 buffer.changes = True
                 self._buffers.append((data, copy))
             else:
@@ -120,7 +142,7 @@ class Entry:
         now = self._watch.now()
         changed = [
             *self._buffers,
-            *((data, copy) for data, version, copy in self._unchanged if data._version != version),
+            *((data, copy) for data, version, copy in self._unchanged if _differs(data, version, copy)),
         ]
         values = [(data, data.detach().clone()) for data, _ in changed]
         trackers = [_copy(tracker.get_states()) for tracker in rng_trackers]

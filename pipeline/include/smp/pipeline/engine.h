@@ -168,6 +168,9 @@ class Engine {
   /// Blocks until the reply named `id` came.
   std::string wait_reply(ValueId id);
 
+  /// Sees to it that gradients of this rank's parameters that come as remote tensors are added up where they belong; to
+  /// be called before each backward, since hooks that the user sets meanwhile take the place of ours. Does not block.
+  void watch_gradients();
   /// Adds what came for a parameter of this rank to its gradient, in the order of microbatches. Does not block.
   void accumulate(int parameter, const at::Tensor& gradient, std::int64_t pass);
 

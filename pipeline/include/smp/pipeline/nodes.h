@@ -107,7 +107,7 @@ class GradientNode final : public torch::autograd::Node {
 
 /// A gradient that comes to a parameter of this rank as a remote tensor (from a custom autograd function in glue, say)
 /// goes to Engine::accumulate() instead, after the hooks that the user has set so far. Until unwatch_gradient(), or
-/// until the user sets another one: to be said again before each step.
+/// until the user sets another one.
 void watch_gradient(const at::Tensor& parameter, Engine& engine, int index);
 void unwatch_gradient(const at::Tensor& parameter);
 
