@@ -114,6 +114,7 @@ def fail_on_rank_1(how):
             sys.exit(3)
         if how == "interrupt":
             os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(60)  # another thread may be the one to get it
         os.kill(os.getpid(), signal.SIGKILL)
     try:
         smp.barrier()
