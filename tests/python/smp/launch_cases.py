@@ -113,6 +113,7 @@ def fail_on_rank_1(how):
         if how == "exit":
             sys.exit(3)
         if how == "interrupt":
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(60)  # another thread may be the one to get it
         os.kill(os.getpid(), signal.SIGKILL)
