@@ -79,9 +79,7 @@ void Engine::frame_done(FrameId id) {
     }
     frame = std::move(it->second);
     frames_.erase(it);
-    if (frame->outermost) {
-      --open_microbatches_;
-    } else {
+    if (!frame->outermost) {
       lanes_.close_nested(frame->parent);
       for (auto value : frame->borrowed) {
         values_.give_back(value, frame->id);
@@ -93,11 +91,20 @@ void Engine::frame_done(FrameId id) {
     }
     changed_.notify_all();
   }
+  if (!frame->outermost) {
+    return;
+  }
   if (close) {
     Writer header;
     header(MessageKind::kInstruction);
     close->encode(header);
     send_to_others(header);
+  }
+  // Only now may the step end: its end must not overtake CLOSE, which another rank would take for one of the next step.
+  const std::lock_guard lock(mutex_);
+  if (frame->step > failed_step_) {
+    --open_microbatches_;
+    changed_.notify_all();
   }
 }
 
