@@ -174,6 +174,13 @@ class PlainMethods(Methods):
     plain = True
 
 
+def selective(net: Any, x: torch.Tensor) -> torch.Tensor:
+    def contexts() -> tuple[Any, Any]:
+        return contextlib.nullcontext(), contextlib.nullcontext()
+
+    return torch.utils.checkpoint.checkpoint(net.seq[4], net.fc1(x), use_reentrant=False, context_fn=contexts)
+
+
 def closures(net: Any, x: torch.Tensor) -> torch.Tensor:
     x = net.fc1(x)
     for layer in net.seq:
@@ -265,7 +272,7 @@ def logged() -> Iterator[io.StringIO]:
 
 
 def rule(how: Callable[[Any, torch.Tensor], torch.Tensor], set_on: str | None, by_hand: bool) -> tuple[str, str, int]:
-    """Type and text of the error of a step whose checkpointed module is split, or "" and the log; and the number of Python warnings."""
+    """Type and text of the error of two steps whose checkpointed module is split, or "" and the log; and the number of Python warnings."""
     smp.init({"partitions": 2, "microbatches": 2, "auto_partition": not by_hand, "stall_timeout": 60})
     torch.manual_seed(0)
     net = Net()

@@ -169,6 +169,11 @@ def test_copies_of_modules_are_their_own(clusters):
         assert facts["copies"] == [True, True] and facts["own"], facts
 
 
+def test_a_policy_of_what_to_keep_is_warned_of_once(clusters):
+    outcomes = clusters(2).run(cases.rule, cases.selective, None, False)
+    assert [log.count("context_fn") for _, log, _ in outcomes] == [1, 0] and not outcomes[0][0], outcomes
+
+
 # ---- memory and failures
 
 
