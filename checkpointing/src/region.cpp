@@ -22,7 +22,7 @@ constexpr std::int64_t kNoBackward = -1;
 std::atomic<std::int64_t> num_regions{0};
 
 std::string describe_meta(c10::ScalarType dtype, c10::Device device, c10::IntArrayRef sizes) {
-  return fmt::format("{} {} on {}", c10::toString(dtype), c10::str(sizes), device.str());
+  return formatted("{} {} on {}", c10::toString(dtype), c10::str(sizes), device.str());
 }
 
 /// Of all bytes of each tensor, in order.

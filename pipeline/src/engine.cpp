@@ -135,14 +135,9 @@ void Engine::enter_step(const std::string& name) {
   std::optional<Failure> left;
   leave_failed_step();
   watch_gradients();
-  Leftovers leftovers;
   const std::lock_guard receiving(receive_mutex_);
   {
     const std::lock_guard lock(mutex_);
-    if (failed_) {  // releases of what the failed step had named, but no longer issued
-      leftovers.values = values_.clear();
-      leftovers.releases = std::exchange(releases_, std::make_shared<ReleaseQueue>());
-    }
     if (closed_) {
       throw_usage("a step was called on a model that was closed");
     }
@@ -150,14 +145,13 @@ void Engine::enter_step(const std::string& name) {
     in_step_ = true;
     script_random_ = RandomState::of_defaults();
     lanes_.start_step();
-    sums_.drop();
+    sums_.start_step(entered_step_);
     tickets_.clear();
     if (frozen != frozen_) {  // what needs a gradient has changed, and with it what calls give back
       frozen_ = std::move(frozen);
       reports_.clear();
     }
     failure_.reset();
-    failed_ = false;
     if (left_ && left_->first < entered_step_) {
       left = as_of_now(left_->second);
     }
@@ -215,7 +209,7 @@ void Engine::begin_microbatch(std::int32_t microbatch) {
   // Every rank gets the end of every microbatch: it is what tells a rank that the microbatch is finished there.
   frame->issued.assign(options_.peers.size(), 1);
   microbatch_began_ns_ = trace_clock_ns();
-  const std::lock_guard lock(mutex_);
+  const auto lock = tables_of(entered_step_);
   ++open_microbatches_;
   frames_[frame->id] = frame;
   microbatch_frame_ = frame;
@@ -229,7 +223,7 @@ void Engine::end_microbatch() {
   const auto microbatch = microbatch_frame_->microbatch;
   close_frame(std::exchange(microbatch_frame_, nullptr));
   if (trace().on()) {
-    trace().record({TraceKind::kIssue, fmt::format("microbatch {}", microbatch), microbatch_began_ns_, trace_clock_ns(),
+    trace().record({TraceKind::kIssue, formatted("microbatch {}", microbatch), microbatch_began_ns_, trace_clock_ns(),
                     trace_track(), microbatch, entered_step_});
   }
 }
@@ -241,8 +235,8 @@ void Engine::leave_failed_step() {
   const Outside outside(*host_);
   std::unique_lock lock(mutex_);
   const auto deadline = std::chrono::steady_clock::now() + kStallGrace;
-  while (failed_ && !stopping_ && idle_executors_ < static_cast<int>(executors_.size())) {
-    if (failure_ && failure_->stall && std::chrono::steady_clock::now() > deadline) {
+  while (failure_ && !stopping_ && idle_executors_ < static_cast<int>(executors_.size())) {
+    if (failure_->stall && std::chrono::steady_clock::now() > deadline) {
       break;
     }
     changed_.wait_for(lock, kInterruptInterval);
@@ -276,37 +270,43 @@ std::string Engine::follow_step(const std::string& name) {
 std::string Engine::follow(const std::string& name) {
   enter_step(name);
   const auto step = entered_step_;
-  wait([&] { return begun_steps_.contains(step); });
-  std::string begun;
-  {
-    const std::lock_guard lock(mutex_);
-    begun = begun_steps_.extract(step).mapped();
-  }
+  const auto announced = [&](std::map<std::uint32_t, std::string>& steps) {
+    std::optional<std::string> text;  // taken at once: a failure may clear what arrived
+    wait([&] {
+      if (const auto node = steps.extract(step)) {
+        text = std::move(node.mapped());
+      }
+      return text.has_value();
+    });
+    return *std::move(text);
+  };
+  const auto begun = announced(begun_steps_);
   if (begun != name) {
     Failure failure;
     failure.step = step;
     failure.rank = transport_->rank();
-    failure.message = fmt::format(
+    failure.message = formatted(
         "step {} is '{}' on the rank of partition 0 but '{}' on rank {}: all ranks must call the same step functions "
         "in the same order",
         step, begun, name, failure.rank);
     abort(failure);
     check_failed();
   }
-  wait([&] { return ended_steps_.contains(step); });
+  auto outputs = announced(ended_steps_);
   leave_step();
-  const std::lock_guard lock(mutex_);
-  return ended_steps_.extract(step).mapped();
+  return outputs;
 }
 
 // ---- waiting and failing
 
 void Engine::wait(const std::function<bool()>& ready) {
+  const auto step = own_step();
+  const auto over = [&] { return ready() || step <= failed_step_; };
   {
     const Outside outside(*host_);
     const bool is_executor = tls_executor_of == this;
     std::unique_lock lock(mutex_);
-    if (ready() || failed_) {
+    if (over()) {
       lock.unlock();
     } else {
       ++counts_.waits;
@@ -324,7 +324,7 @@ void Engine::wait(const std::function<bool()>& ready) {
       lock.unlock();
       flush_releases();
       lock.lock();
-      while (!ready() && !failed_ && !stopping_) {
+      while (!over() && !stopping_) {
         changed_.wait_for(lock, kInterruptInterval);
         if (!is_executor) {
           lock.unlock();
@@ -345,7 +345,7 @@ void Engine::wait(const std::function<bool()>& ready) {
       if (trace().on()) {
         trace().record({TraceKind::kWait, "wait", begin, trace_clock_ns(), trace_track()});
       }
-      if (stopping_ && !failed_ && !ready()) {
+      if (stopping_ && !over()) {
         throw_failure("rank {} closed its model in the middle of step {}", transport_->rank(), entered_step_);
       }
     }
@@ -353,18 +353,42 @@ void Engine::wait(const std::function<bool()>& ready) {
   check_failed();
 }
 
+/// The step that this thread's code belongs to.
+std::uint32_t Engine::own_step() const {
+  const auto* frame = current_frame();
+  return frame != nullptr ? frame->step : entered_step_;
+}
+
 void Engine::check_failed() const {
-  if (!failed_) {
-    return;
+  if (const auto step = own_step(); step <= failed_step_) {
+    throw_failed(step);
   }
-  std::optional<Failure> failure;
+}
+
+void Engine::throw_failed(std::uint32_t step) const {
+  Failure failure;
   {
     const std::lock_guard lock(mutex_);
-    failure = failure_;
+    if (failure_) {
+      failure = *failure_;
+    } else {  // the next step has begun
+      failure.step = step;
+      failure.message = formatted("step {} has failed", step);
+    }
   }
-  if (failure) {
-    host_->throw_aborted(*failure);
+  host_->throw_aborted(failure);
+}
+
+std::unique_lock<std::mutex> Engine::tables_of(std::uint32_t step) const {
+  if (options_.before_lock) {
+    options_.before_lock();
   }
+  std::unique_lock lock(mutex_);
+  if (step <= failed_step_) {
+    lock.unlock();
+    throw_failed(step);
+  }
+  return lock;
 }
 
 std::uint32_t Engine::step() const {
@@ -394,11 +418,13 @@ void Engine::fail_locked(Failure failure, Leftovers& leftovers) {
     options_.modules[static_cast<std::size_t>(failure.varies)].dynamic = true;
   }
   failure_ = std::move(failure);
-  failed_ = true;
   in_step_ = false;
   forget_locked(leftovers);
   replies_.clear();
   reports_.clear();
+  for (auto* steps : {&begun_steps_, &ended_steps_}) {
+    std::erase_if(*steps, [&](const auto& announced) { return announced.first <= failed_step_; });
+  }
   open_microbatches_ = 0;
   changed_.notify_all();
 }
@@ -451,7 +477,9 @@ EngineState Engine::state() const {
           values_.bytes(),
           lanes_.size(),
           frames_.size(),
-          sums_.pending_bytes()};
+          sums_.pending_bytes(),
+          replies_.size(),
+          begun_steps_.size() + ended_steps_.size()};
 }
 
 }  // namespace smp::pipeline

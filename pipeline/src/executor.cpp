@@ -67,7 +67,7 @@ void Engine::run_executor() {
     std::optional<Instruction> instruction;
     Pause pause;
     ++idle_executors_;
-    if (failed_) {  // the next step waits until nothing of this one runs
+    if (failure_) {  // the next step waits until nothing of this one runs
       changed_.notify_all();
     }
     while (!stopping_ && (computing_ || resuming_ > 0 || !(instruction = lanes_.take(values_)))) {
@@ -138,7 +138,7 @@ void Engine::execute(const Instruction& instruction) {
     const StreamScope stream({}, options_.rng_by_module && !std::holds_alternative<Op>(instruction.body));
     std::visit([&](const auto& body) { run(instruction, body); }, instruction.body);
   } catch (...) {
-    if (failed_) {
+    if (instruction.step <= failed_step_) {
       return;  // unwound because of a failure that everybody knows
     }
     Failure failure;
@@ -164,31 +164,27 @@ std::string Engine::where(const Instruction& instruction) const {
   } else if (const auto* backward = std::get_if<Backward>(&instruction.body)) {
     module = backward->module;
   } else if (const auto* op = std::get_if<Op>(&instruction.body)) {
-    return fmt::format("OP {}", op->name);
+    return formatted("OP {}", op->name);
   }
   if (module < 0) {
     return instruction.name();
   }
   const auto& name = options_.modules[static_cast<std::size_t>(module)].name;
-  return fmt::format("{} of module '{}'", instruction.name(), name.empty() ? "(the model itself)" : name);
+  return formatted("{} of module '{}'", instruction.name(), name.empty() ? "(the model itself)" : name);
 }
 
-void Engine::store(ValueId id, at::Tensor data) {
+void Engine::store(std::uint32_t step, ValueId id, at::Tensor data) {
   Leftovers leftovers;
-  const std::lock_guard lock(mutex_);
-  if (!failed_) {
-    values_.store(id, std::move(data), leftovers.values);
-    changed_.notify_all();
-  }
+  const auto lock = tables_of(step);
+  values_.store(id, std::move(data), leftovers.values);
+  changed_.notify_all();
 }
 
-void Engine::store(ValueId id, std::shared_ptr<CallRecord> record) {
+void Engine::store(std::uint32_t step, ValueId id, std::shared_ptr<CallRecord> record) {
   Leftovers leftovers;
-  const std::lock_guard lock(mutex_);
-  if (!failed_) {
-    values_.store(id, std::move(record), leftovers.values);
-    changed_.notify_all();
-  }
+  const auto lock = tables_of(step);
+  values_.store(id, std::move(record), leftovers.values);
+  changed_.notify_all();
 }
 
 at::Tensor Engine::value(ValueId id) const {

@@ -36,11 +36,9 @@ std::shared_ptr<Frame> Engine::open_frame(const Instruction& by) {
     frame->context = call->context * (options_.modules.size() + 1) + static_cast<std::uint64_t>(call->module) + 1;
   }
   frame->issued.assign(options_.peers.size(), 0);
-  const std::lock_guard lock(mutex_);
-  if (failed_step_ < by.step) {
-    frames_[frame->id] = frame;
-    lanes_.open_nested(by.frame);
-  }
+  const auto lock = tables_of(by.step);
+  frames_[frame->id] = frame;
+  lanes_.open_nested(by.frame);
   return frame;
 }
 
@@ -48,7 +46,7 @@ void Engine::close_frame(const std::shared_ptr<Frame>& frame) {
   frame->moved.clear();
   flush_releases();
   {
-    const std::lock_guard lock(mutex_);
+    const auto lock = tables_of(frame->step);
     frame->open_lanes = static_cast<int>(std::count(frame->issued.begin(), frame->issued.end(), 1));
   }
   if (frame->open_lanes == 0) {

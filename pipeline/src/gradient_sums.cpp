@@ -8,15 +8,21 @@
 
 namespace smp::pipeline {
 
-void GradientSums::open_call(const std::vector<int>& parameters, std::int32_t microbatch) {
+void GradientSums::open_call(std::uint32_t step, const std::vector<int>& parameters, std::int32_t microbatch) {
   const std::lock_guard lock(mutex_);
+  if (step != step_) {
+    return;
+  }
   for (int p : parameters) {
     ++pending_[static_cast<std::size_t>(p)][microbatch].open_calls;
   }
 }
 
-void GradientSums::close_call(const std::vector<int>& parameters, std::int32_t microbatch) {
+void GradientSums::close_call(std::uint32_t step, const std::vector<int>& parameters, std::int32_t microbatch) {
   const std::lock_guard lock(mutex_);
+  if (step != step_) {
+    return;
+  }
   for (int p : parameters) {
     auto& by_microbatch = pending_[static_cast<std::size_t>(p)];
     const auto found = by_microbatch.find(microbatch);
@@ -30,9 +36,13 @@ void GradientSums::close_call(const std::vector<int>& parameters, std::int32_t m
   }
 }
 
-void GradientSums::add(int parameter, std::int32_t microbatch, std::int64_t pass, at::Tensor gradient) {
+void GradientSums::add(std::uint32_t step, int parameter, std::int32_t microbatch, std::int64_t pass,
+                       at::Tensor gradient) {
   const c10::AutoGradMode no_grad(false);
   const std::lock_guard lock(mutex_);
+  if (step != step_) {
+    return;
+  }
   auto& sums = pending_[static_cast<std::size_t>(parameter)][microbatch].sums;
   if (!sums.empty() && sums.back().first == pass) {
     sums.back().second = at::add(sums.back().second, gradient);
@@ -61,8 +71,11 @@ void GradientSums::flush(std::size_t parameter, std::int32_t microbatch) {
   }
 }
 
-void GradientSums::close(std::int32_t microbatch) {
+void GradientSums::close(std::uint32_t step, std::int32_t microbatch) {
   const std::lock_guard lock(mutex_);
+  if (step != step_) {
+    return;
+  }
   closed_.insert(microbatch);
   while (closed_.erase(lowest_open_) > 0) {
     for (std::size_t p = 0; p < parameters_.size(); ++p) {
@@ -90,8 +103,9 @@ void GradientSums::finish_step() {
   forget();
 }
 
-void GradientSums::drop() {
+void GradientSums::start_step(std::uint32_t step) {
   const std::lock_guard lock(mutex_);
+  step_ = step;
   forget();
 }
 

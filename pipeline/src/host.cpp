@@ -5,8 +5,8 @@
 namespace smp::pipeline {
 
 std::string Failure::describe() const {
-  return fmt::format("rank {}, microbatch {}, {}: {}", rank, microbatch, where.empty() ? "in the step function" : where,
-                     message);
+  return formatted("rank {}, microbatch {}, {}: {}", rank, microbatch, where.empty() ? "in the step function" : where,
+                   message);
 }
 
 void Host::describe(const std::exception_ptr& error, Failure& failure) {

@@ -24,7 +24,7 @@ bool tracked(const at::Tensor& x) { return c10::GradMode::is_enabled() && x.requ
 std::uint32_t version_of(const at::Tensor& x) { return x.is_inference() ? 0 : x._version(); }
 
 /// Gives `out` a grad_fn.
-void attach(const at::Tensor& out, const at::Tensor& source, const c10::intrusive_ptr<torch::autograd::Node>& node) {
+void attach(const at::Tensor& out, const at::Tensor& source, const NodePointer<torch::autograd::Node>& node) {
   node->set_next_edges(torch::autograd::collect_next_edges(source));
   torch::autograd::set_history(out, node);
 }
@@ -35,9 +35,9 @@ ValueId Engine::new_ids(std::int64_t count) {
   return (counter_.fetch_add(static_cast<std::uint64_t>(count)) << kRankBits) | static_cast<ValueId>(partition_);
 }
 
-Handle Engine::new_handle(int home, ValueId id, bool borrowed) {
-  const std::lock_guard lock(mutex_);
-  return c10::make_intrusive<ValueHandle>(releases_, home, id, borrowed);
+Handle Engine::new_handle(int home, ValueId id) {
+  const auto lock = tables_of(here().step);
+  return c10::make_intrusive<ValueHandle>(releases_, home, id, /*borrowed=*/false);
 }
 
 at::Tensor Engine::new_remote(int home, ValueId id, const TensorMeta& meta) {
@@ -56,15 +56,13 @@ void Engine::issue(int home, Body body, std::uint64_t key) {
                           key,      std::move(body)};
   if (home == partition_) {
     const auto needs = instruction.needs();
-    const std::lock_guard lock(mutex_);
-    if (frame.step > failed_step_) {
-      ++counts_.issued;
-      for (auto id : needs) {
-        values_.pin(id);
-      }
-      lanes_.push(std::move(instruction));
-      changed_.notify_all();
+    const auto lock = tables_of(frame.step);
+    ++counts_.issued;
+    for (auto id : needs) {
+      values_.pin(id);
     }
+    lanes_.push(std::move(instruction));
+    changed_.notify_all();
   } else {
     Writer header;
     header(MessageKind::kInstruction);
@@ -181,7 +179,7 @@ at::Tensor Engine::move(const at::Tensor& x, int home) {
   issue(origin, Send{handle_of(x)->id(), home, copy});
   auto out = new_remote(home, copy, travelled(TensorMeta::of(x)));
   if (tracked(x)) {
-    attach(out, x, c10::make_intrusive<MoveNode>(origin));
+    attach(out, x, make_node<MoveNode>(origin));
   }
   return out;
 }
@@ -198,7 +196,7 @@ at::Tensor Engine::lift(const at::Tensor& x, int home) {
     auto handle = new_handle(owner, record);
     if (tracked(x)) {
       const auto beyond = [x] { return torch::autograd::impl::gradient_edge(x); };
-      torch::autograd::set_history(out, c10::make_intrusive<LiftNode>(std::move(handle), beyond));
+      torch::autograd::set_history(out, make_node<LiftNode>(std::move(handle), beyond));
     }
     return owner == home ? out : move(out, home);
   }
@@ -206,7 +204,7 @@ at::Tensor Engine::lift(const at::Tensor& x, int home) {
     // Like a parameter: its graph here is run once, with the sum of what comes back from all partitions.
     return move(to_home(x, partition_), home);
   }
-  send_value(home, value, x.detach());
+  send_value(here().step, home, value, x.detach());
   auto out = new_remote(home, value, travelled(TensorMeta::of(x)));
   if (tracked(x)) {
     auto& frame = here();
@@ -215,7 +213,7 @@ at::Tensor Engine::lift(const at::Tensor& x, int home) {
     if (issues && leaves_below(edge).empty()) {
       // Only what remote tensors were gathered by: their gradients may stay remote, and its graph is part of the
       // frame's.
-      attach(out, x, c10::make_intrusive<MoveNode>(partition_));
+      attach(out, x, make_node<MoveNode>(partition_));
       return out;
     }
     if (issues && !frame.outermost) {
@@ -225,6 +223,7 @@ at::Tensor Engine::lift(const at::Tensor& x, int home) {
           "another partition: give the module that makes it parameters and children on one partition");
     }
     auto record = std::make_shared<CallRecord>();
+    record->step = frame.step;
     record->microbatch = frame.microbatch;
     record->outputs = {edge};
     record->container = issues;
@@ -239,23 +238,25 @@ at::Tensor Engine::lift(const at::Tensor& x, int home) {
       const auto alive = of.lock();
       return alive && !alive->outputs.empty() ? alive->outputs[0] : torch::autograd::Edge();
     };
-    sums_.open_call(record->parameters, record->microbatch);
-    store(id, record);
-    torch::autograd::set_history(out, c10::make_intrusive<LiftNode>(new_handle(partition_, id), beyond));
+    sums_.open_call(record->step, record->parameters, record->microbatch);
+    store(record->step, id, record);
+    torch::autograd::set_history(out, make_node<LiftNode>(new_handle(partition_, id), beyond));
   }
   return out;
 }
 
 void Engine::accumulate(int parameter, const at::Tensor& gradient, std::int64_t pass) {
+  const auto& frame = here();
   auto record = std::make_shared<CallRecord>();
-  record->microbatch = here().microbatch;
+  record->step = frame.step;
+  record->microbatch = frame.microbatch;
   const auto& tensor = options_.parameters[static_cast<std::size_t>(parameter)].tensor;
-  record->outputs = {{c10::make_intrusive<GradientNode>(tensor), 0}};
+  record->outputs = {{make_node<GradientNode>(tensor), 0}};
   record->parameters = {parameter};
-  sums_.open_call(record->parameters, record->microbatch);
+  sums_.open_call(record->step, record->parameters, record->microbatch);
   const auto id = new_ids();
   const auto handle = new_handle(partition_, id);  // until it is issued
-  store(id, std::move(record));
+  store(frame.step, id, std::move(record));
   const auto arrived = to_home(gradient, partition_, /*remember=*/false);
   issue(partition_, Accumulate{id, handle_of(arrived)->id(), pass, /*keep_graph=*/false});
 }
@@ -266,7 +267,7 @@ ValueId Engine::begin_fetch(const at::Tensor& x) {
     static_cast<void>(to_home(x, handle_of(x)->home()));  // throws when it can't be used any more
     issue(handle_of(x)->home(), Send{handle_of(x)->id(), partition_, arrival});
   } else {
-    send_value(partition_, arrival, x.detach());
+    send_value(here().step, partition_, arrival, x.detach());
   }
   return arrival;
 }
@@ -293,7 +294,7 @@ at::Tensor Engine::to_local(const at::Tensor& x) {
   }
   auto out = fetch(x);
   if (tracked(x)) {
-    attach(out, x, c10::make_intrusive<MoveNode>(handle_of(x)->home()));
+    attach(out, x, make_node<MoveNode>(handle_of(x)->home()));
   }
   return out;
 }
@@ -358,7 +359,7 @@ CallOutcome Engine::call(std::int32_t module, const std::string& tree, const std
     // In each context the calls come in the order of microbatches, so a call never waits for one of a higher
     // microbatch, which may not be admitted before this one is finished.
     call.context = frame.context;
-    const std::lock_guard lock(mutex_);
+    const auto lock = tables_of(frame.step);
     call.ticket = tickets_[{module, frame.context}]++;
   }
 
@@ -391,7 +392,7 @@ CallOutcome Engine::call(std::int32_t module, const std::string& tree, const std
     Reader reader(bytes);
     report = CallReport::decode(reader);
     reader(report->reach);
-    const std::lock_guard lock(mutex_);
+    const auto lock = tables_of(frame.step);
     if (!info.dynamic) {
       if (reports_.size() >= kKnownCalls) {
         reports_.clear();
@@ -404,9 +405,9 @@ CallOutcome Engine::call(std::int32_t module, const std::string& tree, const std
                                                         [](const TensorMeta& m) { return m.requires_grad; });
   const bool changes_graph = modes.grad && std::any_of(report->changed_metas.begin(), report->changed_metas.end(),
                                                        [](const TensorMeta& m) { return m.requires_grad; });
-  c10::intrusive_ptr<torch::autograd::Node> node;
+  NodePointer<torch::autograd::Node> node;
   if (differentiable || changes_graph) {
-    node = c10::make_intrusive<CallNode>(std::move(handle), module, std::move(wants), metas, report->reach);
+    node = make_node<CallNode>(std::move(handle), module, std::move(wants), metas, report->reach);
     node->set_next_edges(torch::autograd::collect_next_edges(inputs));
   }
   CallOutcome outcome;

@@ -33,13 +33,13 @@ void Engine::send_to_others(const Writer& header) {
   }
 }
 
-void Engine::send_value(int home, ValueId id, const at::Tensor& x) {
+void Engine::send_value(std::uint32_t step, int home, ValueId id, const at::Tensor& x) {
   const auto begin = trace_clock_ns();
   auto meta = travelled(TensorMeta::of(x));
   meta.requires_grad = false;
   auto bytes = pack(x);
   if (home == partition_) {
-    store(id, unpack(bytes, meta));
+    store(step, id, unpack(bytes, meta));
     return;
   }
   {
@@ -48,7 +48,7 @@ void Engine::send_value(int home, ValueId id, const at::Tensor& x) {
     ++counts_.moved_values;
   }
   Writer header;
-  header(MessageKind::kValue, entered_step_, id);
+  header(MessageKind::kValue, step, id);
   meta.fields(header);
   const auto size = bytes.numel();
   send(home, header, std::move(bytes));
@@ -158,8 +158,10 @@ void Engine::take(int source, Message message) {
     case MessageKind::kStepEnd: {
       const auto step = reader.get<std::uint32_t>();
       const std::lock_guard lock(mutex_);
-      (kind == MessageKind::kStepBegin ? begun_steps_ : ended_steps_)[step] = reader.get<std::string>();
-      changed_.notify_all();
+      if (step > failed_step_) {  // else nobody will take it
+        (kind == MessageKind::kStepBegin ? begun_steps_ : ended_steps_)[step] = reader.get<std::string>();
+        changed_.notify_all();
+      }
       return;
     }
     case MessageKind::kAbort: {
@@ -197,7 +199,7 @@ void Engine::take(int source, Message message) {
     case MessageKind::kLeave: {
       const auto completed = reader.get<std::uint32_t>();
       peer_left(source, completed,
-                fmt::format("rank {} has left after {} steps: every rank must run the same steps", source, completed));
+                formatted("rank {} has left after {} steps: every rank must run the same steps", source, completed));
       return;
     }
   }
@@ -220,7 +222,7 @@ void Engine::peer_left(int rank, std::uint32_t completed_steps, const std::strin
 /// The failure of the step that this rank is in, which a peer that has left can't take part in.
 Failure Engine::as_of_now(Failure left) const {
   left.step = entered_step_;
-  left.message += fmt::format(" (rank {} is in step {})", transport_->rank(), entered_step_);
+  left.message += formatted(" (rank {} is in step {})", transport_->rank(), entered_step_);
   return left;
 }
 

@@ -48,6 +48,17 @@ class ModeScope {
 
 }  // namespace
 
+/// A value of this rank as a remote tensor of `frame`, which keeps it alive while it has that.
+at::Tensor Engine::borrow(Frame& frame, ValueId id, const TensorMeta& meta) {
+  Handle handle;
+  {
+    const auto lock = tables_of(frame.step);
+    values_.pin(id);
+    handle = c10::make_intrusive<ValueHandle>(releases_, partition_, id, /*borrowed=*/true);
+  }
+  return make_remote(std::move(handle), meta);
+}
+
 // ---- CALL
 
 void Engine::run(const Instruction& instruction, const Call& call) {
@@ -59,9 +70,10 @@ void Engine::run(const Instruction& instruction, const Call& call) {
   auto record = std::make_shared<CallRecord>();
   record->module = call.module;
   record->container = info.container;
+  record->step = instruction.step;
   record->microbatch = instruction.microbatch;
   record->captured = std::make_shared<CapturedGradients>();
-  auto capture = wants_any ? c10::make_intrusive<CaptureNode>(record->captured) : nullptr;
+  auto capture = wants_any ? make_node<CaptureNode>(record->captured) : nullptr;
 
   std::vector<at::Tensor> inputs;
   std::vector<std::int64_t> versions;
@@ -69,16 +81,13 @@ void Engine::run(const Instruction& instruction, const Call& call) {
     const auto data = value(call.inputs[i]);
     at::Tensor input;
     if (frame) {
-      {
-        const std::lock_guard lock(mutex_);
-        values_.pin(call.inputs[i]);
-        values_.lend(call.inputs[i], frame->id);
-        if (std::find(call.mutated.begin(), call.mutated.end(), call.inputs[i]) != call.mutated.end()) {
-          values_.lend_to_writer(call.inputs[i], frame->id);
-        }
-        frame->borrowed.push_back(call.inputs[i]);
+      input = borrow(*frame, call.inputs[i], TensorMeta::of(data));
+      const auto lock = tables_of(frame->step);
+      values_.lend(call.inputs[i], frame->id);
+      if (std::find(call.mutated.begin(), call.mutated.end(), call.inputs[i]) != call.mutated.end()) {
+        values_.lend_to_writer(call.inputs[i], frame->id);
       }
-      input = make_remote(new_handle(partition_, call.inputs[i], /*borrowed=*/true), TensorMeta::of(data));
+      frame->borrowed.push_back(call.inputs[i]);
     } else {
       input = data.tensor_data();  // shares data and version counter, but no autograd
     }
@@ -151,7 +160,7 @@ void Engine::run(const Instruction& instruction, const Call& call) {
       }
       report.changed.push_back(static_cast<std::int32_t>(i));
       if (frame) {  // its operators that change it may still be on their way
-        const std::lock_guard lock(mutex_);
+        const auto lock = tables_of(frame->step);
         values_.lend_to_writer(call.inputs[i], frame->id);
       }
       report.changed_metas.push_back(TensorMeta::of(inputs[i]));
@@ -165,7 +174,7 @@ void Engine::run(const Instruction& instruction, const Call& call) {
     if (!call.report && std::hash<std::string>{}(encoded) != call.expected) {
       throw ResultVaries(
           call.module,
-          fmt::format(
+          formatted(
               "module '{}' gave back other shapes, dtypes or values that are not tensors than the last time it was "
               "called with arguments of these shapes, and what came of them is wrong. From now on it is asked each "
               "time: zero the gradients and run the step again; or say so before with smp.set_dynamic(module)",
@@ -178,19 +187,19 @@ void Engine::run(const Instruction& instruction, const Call& call) {
       if (is_remote(outputs[k])) {
         issue(partition_, Alias{handle_of(outputs[k])->id(), nth(call.results, k)});
       } else {
-        store(nth(call.results, k), outputs[k].detach());
+        store(instruction.step, nth(call.results, k), outputs[k].detach());
       }
     }
     if (call.modes.grad) {
       if (!info.container) {
         record->alive = live_.hold(record->microbatch);
         record->parameters = info.parameters;
-        sums_.open_call(record->parameters, record->microbatch);
+        sums_.open_call(record->step, record->parameters, record->microbatch);
       }
       if (call.report) {
         report.reach = reachable(record->outputs, capture.get(), count);
       }
-      store(call.call, std::move(record));
+      store(instruction.step, call.call, std::move(record));
     }
     if (call.report) {
       Writer header;
@@ -235,7 +244,7 @@ std::vector<at::Tensor> Engine::run_autograd(const Instruction& instruction, Cal
       auto& current = sums_.parameter(p).mutable_grad();
       auto contribution = std::exchange(current, std::move(grad));
       if (contribution.defined() && accumulate) {
-        sums_.add(p, record.microbatch, pass, std::move(contribution));
+        sums_.add(record.step, p, record.microbatch, pass, std::move(contribution));
       }
     }
   };
@@ -255,7 +264,7 @@ std::vector<at::Tensor> Engine::run_autograd(const Instruction& instruction, Cal
     record.freed = true;
     record.outputs.clear();
     record.alive.reset();
-    sums_.close_call(record.parameters, record.microbatch);
+    sums_.close_call(record.step, record.parameters, record.microbatch);
     record.parameters.clear();
   }
   return record.captured ? std::exchange(record.captured->gradients, {}) : std::vector<at::Tensor>{};
@@ -277,12 +286,7 @@ void Engine::run(const Instruction& instruction, const Backward& backward) {
     if (id == 0) {
       gradients.emplace_back();
     } else if (frame) {
-      const auto meta = TensorMeta::of(value(id));
-      {
-        const std::lock_guard lock(mutex_);
-        values_.pin(id);
-      }
-      gradients.push_back(make_remote(new_handle(partition_, id, /*borrowed=*/true), meta));
+      gradients.push_back(borrow(*frame, id, TensorMeta::of(value(id))));
     } else {
       gradients.push_back(value(id));
     }
@@ -298,7 +302,7 @@ void Engine::run(const Instruction& instruction, const Backward& backward) {
         if (inputs[i].defined()) {
           throw ResultVaries(
               backward.module,
-              fmt::format(
+              formatted(
                   "argument {} of module '{}' got a gradient, which it did not the last time that it was called with "
                   "arguments of these shapes. From now on it is asked each time: zero the gradients and run the step "
                   "again; or say so before with smp.set_dynamic(module)",
@@ -308,12 +312,12 @@ void Engine::run(const Instruction& instruction, const Backward& backward) {
       }
       if (!inputs[i].defined()) {  // the graph could reach it, but nothing came
         const auto& meta = record->inputs[i];
-        store(result, at::zeros(meta.sizes, at::TensorOptions().dtype(meta.dtype)));
+        store(instruction.step, result, at::zeros(meta.sizes, at::TensorOptions().dtype(meta.dtype)));
       } else if (frame) {
         const auto here_now = to_home(inputs[i], partition_, /*remember=*/false);
         issue(partition_, Alias{handle_of(here_now)->id(), result});
       } else {
-        store(result, std::move(inputs[i]));
+        store(instruction.step, result, std::move(inputs[i]));
       }
     }
   }
@@ -325,14 +329,15 @@ void Engine::run(const Instruction& instruction, const Backward& backward) {
 void Engine::run(const Instruction& instruction, const Lift& lift) {
   const auto& parameter = sums_.parameter(lift.parameter);
   auto record = std::make_shared<CallRecord>();
+  record->step = instruction.step;
   record->microbatch = instruction.microbatch;
   if (parameter.requires_grad()) {
     record->outputs = {torch::autograd::impl::gradient_edge(parameter)};
     record->parameters = {lift.parameter};
-    sums_.open_call(record->parameters, record->microbatch);
+    sums_.open_call(record->step, record->parameters, record->microbatch);
   }
-  store(lift.record, std::move(record));
-  store(lift.value, parameter.detach());
+  store(instruction.step, lift.record, std::move(record));
+  store(instruction.step, lift.value, parameter.detach());
 }
 
 void Engine::run(const Instruction& instruction, const Accumulate& accumulate) {
@@ -380,7 +385,7 @@ void Engine::run(const Instruction& instruction, const Op& op) {
       const auto id = op.reply != 0 ? nth(op.results[0], next) : next < op.results.size() ? op.results[next] : 0;
       ++next;
       if (id != 0) {
-        store(id, x);
+        store(instruction.step, id, x);
       }
       if (op.reply != 0) {
         TensorMeta::of(x).fields(report);
@@ -392,15 +397,17 @@ void Engine::run(const Instruction& instruction, const Op& op) {
   }
 }
 
-void Engine::run(const Instruction& /*instruction*/, const Send& send) {
-  send_value(send.destination, send.copy, value(send.value));
+void Engine::run(const Instruction& instruction, const Send& send) {
+  send_value(instruction.step, send.destination, send.copy, value(send.value));
 }
 
-void Engine::run(const Instruction& /*instruction*/, const Alias& alias) { store(alias.name, value(alias.value)); }
+void Engine::run(const Instruction& instruction, const Alias& alias) {
+  store(instruction.step, alias.name, value(alias.value));
+}
 
 void Engine::run(const Instruction& instruction, const End& end) {
   if (end.closes) {
-    sums_.close(instruction.microbatch);  // nobody else's frame can use this rank's parameters
+    sums_.close(instruction.step, instruction.microbatch);  // nobody else's frame can use this rank's parameters
   }
   const int issuer = partition_of(instruction.issuer);
   if (issuer == partition_) {
@@ -412,6 +419,8 @@ void Engine::run(const Instruction& instruction, const End& end) {
   send(issuer, header);
 }
 
-void Engine::run(const Instruction& instruction, const Close& /*close*/) { sums_.close(instruction.microbatch); }
+void Engine::run(const Instruction& instruction, const Close& /*close*/) {
+  sums_.close(instruction.step, instruction.microbatch);
+}
 
 }  // namespace smp::pipeline

@@ -1,8 +1,8 @@
 #include "smp/pipeline/status.h"
 
-#include <fmt/format.h>
-
 #include <algorithm>
+
+#include "smp/format.h"
 
 namespace smp::pipeline {
 namespace {
@@ -39,7 +39,7 @@ std::optional<Place> maker_of(ValueId id, const std::vector<std::optional<RankSt
 }
 
 std::string name_of(const InstructionStatus& instruction) {
-  return fmt::format("{}, microbatch {}", instruction.what, instruction.microbatch);
+  return formatted("{}, microbatch {}", instruction.what, instruction.microbatch);
 }
 
 std::string reason_of(const InstructionStatus& instruction, const std::vector<int>& ranks,
@@ -51,9 +51,9 @@ std::string reason_of(const InstructionStatus& instruction, const std::vector<in
   for (std::size_t i = 0; i < std::min(instruction.missing.size(), kShownValues); ++i) {
     const auto id = instruction.missing[i];
     text += i == 0 ? "" : ", ";
-    text += fmt::format("value {}.{}", id & ((1U << kRankBits) - 1), id >> kRankBits);
+    text += formatted("value {}.{}", id & ((1U << kRankBits) - 1), id >> kRankBits);
     if (const auto maker = maker_of(id, statuses)) {
-      text += fmt::format(" of {} on rank {}", name_of(*maker->instruction), ranks[maker->rank]);
+      text += formatted(" of {} on rank {}", name_of(*maker->instruction), ranks[maker->rank]);
     } else {
       text += " that no rank which answers is about to make";
     }
@@ -66,7 +66,7 @@ std::string chain_from(Place place, const std::vector<int>& ranks,
                        const std::vector<std::optional<RankStatus>>& statuses) {
   std::string text;
   for (std::size_t i = 0; i < kLongestChain; ++i) {
-    text += fmt::format("{}{} on rank {}", i == 0 ? "" : " waits for ", name_of(*place.instruction), ranks[place.rank]);
+    text += formatted("{}{} on rank {}", i == 0 ? "" : " waits for ", name_of(*place.instruction), ranks[place.rank]);
     if (place.instruction->running) {
       return text + ", which runs";
     }
@@ -74,7 +74,7 @@ std::string chain_from(Place place, const std::vector<int>& ranks,
       const auto& others = statuses[place.rank]->instructions;
       const auto running = std::find_if(others.begin(), others.end(), [](const auto& x) { return x.running; });
       return text + (running == others.end() ? ", which waits for its turn"
-                                             : fmt::format(", which comes after {}, which runs", name_of(*running)));
+                                             : formatted(", which comes after {}, which runs", name_of(*running)));
     }
     const auto maker = maker_of(place.instruction->missing.front(), statuses);
     if (!maker) {
@@ -91,20 +91,20 @@ std::string explain_stall(const std::vector<int>& ranks, const std::vector<std::
   std::string text;
   for (std::size_t i = 0; i < statuses.size(); ++i) {
     if (!statuses[i]) {
-      text += fmt::format("  rank {} does not answer: it is stopped, or its process hangs\n", ranks[i]);
+      text += formatted("  rank {} does not answer: it is stopped, or its process hangs\n", ranks[i]);
       continue;
     }
     const auto& instructions = statuses[i]->instructions;
-    text += fmt::format("  rank {} (partition {}), {} instructions:{}\n", ranks[i], i, instructions.size(),
-                        std::none_of(instructions.begin(), instructions.end(), [](const auto& x) { return x.running; })
-                            ? " none runs"
-                            : "");
+    text += formatted("  rank {} (partition {}), {} instructions:{}\n", ranks[i], i, instructions.size(),
+                      std::none_of(instructions.begin(), instructions.end(), [](const auto& x) { return x.running; })
+                          ? " none runs"
+                          : "");
     for (const auto& instruction : instructions) {
       if (instruction.running) {
-        text += fmt::format("    {} runs for {:.1f} s\n", name_of(instruction), instruction.seconds);
+        text += formatted("    {} runs for {:.1f} s\n", name_of(instruction), instruction.seconds);
       } else if (instruction.first) {
-        text += fmt::format("    {} waits for {:.1f} s for {}\n", name_of(instruction), instruction.seconds,
-                            reason_of(instruction, ranks, statuses));
+        text += formatted("    {} waits for {:.1f} s for {}\n", name_of(instruction), instruction.seconds,
+                          reason_of(instruction, ranks, statuses));
       }
     }
   }

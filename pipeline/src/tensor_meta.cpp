@@ -4,9 +4,8 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 
-#include <fmt/ranges.h>
-
 #include "smp/error.h"
+#include "smp/format.h"
 
 namespace smp::pipeline {
 namespace {
@@ -38,7 +37,7 @@ TensorMeta TensorMeta::of(const at::Tensor& tensor) {
     throw_usage(
         "a tensor of shape {} has a layout that is not dense (sparse, say): it can't go to or come from a module on "
         "another partition. Pass .to_dense(), or make it in the module that uses it",
-        fmt::format("[{}]", fmt::join(tensor.sizes(), ", ")));
+        formatted("[{}]", joined(tensor.sizes(), ", ")));
   }
   return {tensor.sizes().vec(), tensor.strides().vec(), tensor.scalar_type(), tensor.requires_grad(),
           tensor.storage_offset()};

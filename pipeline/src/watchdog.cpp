@@ -59,7 +59,7 @@ std::vector<std::optional<RankStatus>> Engine::ask_all() {
   result[static_cast<std::size_t>(partition_)] = status();
   std::unique_lock lock(mutex_);
   changed_.wait_for(lock, kAnswerTime,
-                    [&] { return answers_.size() + 1 == options_.peers.size() || failed_ || stopping_; });
+                    [&] { return answers_.size() + 1 == options_.peers.size() || failure_ || stopping_; });
   for (auto& [partition, answer] : answers_) {
     result[static_cast<std::size_t>(partition)] = std::move(answer);
   }
@@ -95,7 +95,7 @@ void Engine::watch() {
   }
   failure.rank = transport_->rank();
   failure.stall = true;
-  failure.message = fmt::format(
+  failure.message = formatted(
       "step {} has made no progress on any rank for {:.1f} s (the configuration key stall_timeout is {:g}):\n{}",
       failure.step, quiet_s, timeout_s, explain_stall(options_.peers, statuses));
   abort(std::move(failure));

@@ -2,8 +2,6 @@
 
 #include <smp/error.h>
 
-#include <fmt/ranges.h>
-
 #include <algorithm>
 #include <cstring>
 #include <type_traits>
@@ -227,10 +225,10 @@ std::vector<std::string> Communicator::gather(Operation operation, std::string_v
 }
 
 std::string Communicator::has_left(int member, const GroupStep& step, Operation operation) const {
-  return fmt::format(
+  return formatted(
       "the script of rank {} has ended, but rank {} waits for it in operation {} ({}) of the group of ranks {}. All "
       "ranks of a group must make its collective calls, such as model.state_dict(), smp.barrier() or the first step.",
-      member, transport_->rank(), step.second, name_of(operation), fmt::join(step.first, ", "));
+      member, transport_->rank(), step.second, name_of(operation), joined(step.first, ", "));
 }
 
 Communicator::Result Communicator::lead(Operation operation, const GroupStep& step, std::string_view bytes,
@@ -251,12 +249,11 @@ Communicator::Result Communicator::lead(Operation operation, const GroupStep& st
   });
   for (const auto& [member, contribution] : contributions) {
     if (result.kind == Kind::kResult && contribution.operation != operation) {
-      result = {
-          Kind::kMismatch,
-          fmt::format("operation {} of the group of ranks {}: rank {} called {} but rank {} called {}. All members "
-                      "of a group must call the same operations in the same order.",
-                      step.second, fmt::join(group, ", "), transport_->rank(), name_of(operation), member,
-                      name_of(contribution.operation))};
+      result = {Kind::kMismatch,
+                formatted("operation {} of the group of ranks {}: rank {} called {} but rank {} called {}. All members "
+                          "of a group must call the same operations in the same order.",
+                          step.second, joined(group, ", "), transport_->rank(), name_of(operation), member,
+                          name_of(contribution.operation))};
     }
   }
   if (result.kind == Kind::kResult) {
@@ -371,16 +368,16 @@ std::vector<int> Communicator::check_members(const std::vector<int>& members) co
   std::sort(group.begin(), group.end());
   for (std::size_t i = 0; i < group.size(); ++i) {
     if (group[i] < 0 || group[i] >= transport_->size()) {
-      throw_usage("a group of ranks {}: {} is not a rank of this job, which are 0 to {}", fmt::join(members, ", "),
+      throw_usage("a group of ranks {}: {} is not a rank of this job, which are 0 to {}", joined(members, ", "),
                   group[i], transport_->size() - 1);
     }
     if (i > 0 && group[i] == group[i - 1]) {
-      throw_usage("a group of ranks {}: rank {} may be named only once", fmt::join(members, ", "), group[i]);
+      throw_usage("a group of ranks {}: rank {} may be named only once", joined(members, ", "), group[i]);
     }
   }
   if (!std::binary_search(group.begin(), group.end(), transport_->rank())) {
     throw_usage("rank {} runs an operation of the group of ranks {}: it must be one of them", transport_->rank(),
-                fmt::join(members, ", "));
+                joined(members, ", "));
   }
   return group;
 }

@@ -26,6 +26,9 @@ std::optional<at::Generator> accelerator_generator() {
     return std::nullopt;
   }
   const auto& hooks = at::globalContext().getAcceleratorHooksInterface(type);
+  if (hooks.deviceCount() == 0) {  // PyTorch was built for a device that this machine does not have
+    return std::nullopt;
+  }
   const auto device = hooks.getCurrentDevice();
   return hooks.hasPrimaryContext(device) ? std::optional(hooks.getDefaultGenerator(device)) : std::nullopt;
 }

@@ -111,11 +111,11 @@ void Transport::drain(std::unique_lock<std::mutex>& lock, std::size_t channel) {
     try {
       (*receiver)(arrival.source, std::move(arrival.message));
     } catch (const std::exception& error) {
-      fail(fmt::format("the receiver of channel {} on rank {} failed on a message from rank {}: {}", channel, rank_,
-                       arrival.source, error.what()));
+      fail(formatted("the receiver of channel {} on rank {} failed on a message from rank {}: {}", channel, rank_,
+                     arrival.source, error.what()));
     } catch (...) {
-      fail(fmt::format("the receiver of channel {} on rank {} failed on a message from rank {}", channel, rank_,
-                       arrival.source));
+      fail(formatted("the receiver of channel {} on rank {} failed on a message from rank {}", channel, rank_,
+                     arrival.source));
     }
     receiver.reset();
     lock.lock();

@@ -1,10 +1,9 @@
 #pragma once
 
-#include <fmt/format.h>
-
 #include <stdexcept>
 #include <string>
-#include <utility>
+
+#include "smp/format.h"
 
 namespace smp {
 
@@ -31,14 +30,14 @@ class FailureError : public Error {
 
 /// Throws UsageError with a formatted message: `throw_usage("microbatches is {}: at least 1 is needed", count)`.
 template <typename... Args>
-[[noreturn]] void throw_usage(fmt::format_string<Args...> format, Args&&... args) {
-  throw UsageError(fmt::format(format, std::forward<Args>(args)...));
+[[noreturn]] void throw_usage(fmt::format_string<Args...> format, const Args&... args) {
+  throw UsageError(formatted(format, args...));
 }
 
 /// Throws FailureError with a formatted message: `throw_failure("rank {} has closed its transport", rank)`.
 template <typename... Args>
-[[noreturn]] void throw_failure(fmt::format_string<Args...> format, Args&&... args) {
-  throw FailureError(fmt::format(format, std::forward<Args>(args)...));
+[[noreturn]] void throw_failure(fmt::format_string<Args...> format, const Args&... args) {
+  throw FailureError(formatted(format, args...));
 }
 
 }  // namespace smp

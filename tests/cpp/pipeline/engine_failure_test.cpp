@@ -93,6 +93,28 @@ TEST_F(EngineFailure, a_stall_is_found_though_another_rank_asks_before_partition
   expect_all_say(errors, {"made no progress on any rank", "CALL of module 'hangs'"});
 }
 
+TEST_F(EngineFailure, an_instruction_that_outlives_a_stalled_step_leaves_nothing_in_the_next) {
+  auto spec = spec_;
+  auto done = std::make_shared<std::atomic<bool>>(false);
+  spec.module({"hangs", 1, [done](Model&, const Tensors& in) -> Tensors {
+                 while (!*done) {
+                   std::this_thread::sleep_for(std::chrono::milliseconds(1));
+                 }
+                 return {in[0] * 1};
+               }});
+  // Longer than a rank waits for what does not end: the next step must not stall meanwhile.
+  Cluster cluster(spec, 2, Policy::kInterleaved, {}, /*stall_timeouts_s=*/{2.5, 2.5});
+  expect_all_say(cluster.try_step(through("hangs"), 1), {"made no progress on any rank"});
+  std::thread ending([&] {
+    while (cluster.engine(1).step() < 2) {
+      std::this_thread::yield();
+    }
+    *done = true;
+  });
+  expect_good_step(cluster);
+  ending.join();
+}
+
 TEST_F(EngineFailure, an_exception_in_a_backward_reaches_every_rank) {
   for (const int home : {0, 1}) {
     SCOPED_TRACE(home);

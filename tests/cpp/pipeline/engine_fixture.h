@@ -55,7 +55,8 @@ class Cluster {
   using Transports = std::vector<std::shared_ptr<Transport>>;
 
   explicit Cluster(const ModelSpec& spec, int partitions, Policy policy = Policy::kInterleaved,
-                   Transports transports = {}, std::vector<double> stall_timeouts_s = {})
+                   Transports transports = {}, std::vector<double> stall_timeouts_s = {},
+                   std::function<void(Engine&)> before_lock = {})
       : transports_(transports.empty() ? make_local_transports(partitions) : std::move(transports)) {
     at::set_num_threads(1);
     for (int rank = 0; rank < partitions; ++rank) {
@@ -83,6 +84,9 @@ class Cluster {
           }
         }
         options.modules.push_back(std::move(info));
+      }
+      if (before_lock) {
+        options.before_lock = [before_lock, model = models_.back().get()] { before_lock(*model->engine); };
       }
       engines_.push_back(
           std::make_unique<Engine>(transports_[static_cast<std::size_t>(rank)], models_.back(), std::move(options)));
@@ -195,6 +199,8 @@ class Cluster {
       EXPECT_EQ(state.calls, 0U) << "rank " << rank;
       EXPECT_EQ(state.queued, 0U) << "rank " << rank;
       EXPECT_EQ(state.frames, 0U) << "rank " << rank;
+      EXPECT_EQ(state.replies, 0U) << "rank " << rank;
+      EXPECT_EQ(state.announcements, 0U) << "rank " << rank;
     }
   }
 

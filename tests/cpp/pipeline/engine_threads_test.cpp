@@ -211,6 +211,48 @@ TEST(PipelineTsanEngine, aborts_at_any_time_from_any_rank_end_the_step_everywher
   }
 }
 
+// Between the look at a failure and the change of a table that follows, another thread may abort the step. Here it
+// does, once at each place, on every rank.
+TEST(PipelineTsanEngine, an_abort_just_before_any_change_of_the_tables_leaves_nothing_for_the_next_step) {
+  constexpr int kFew = 2;
+  const auto spec = nested_spec();
+  const auto data = batches(kFew);
+  const StepBody body = [&](Model& model, int microbatch) {
+    const auto loss = nested_body(data)(model, microbatch)[0];
+    return Tensors{loss + model.parameter("b.bias").sum()};  // what lies elsewhere enters a frame too
+  };
+  for (int rank = 0; rank < 3; ++rank) {
+    std::atomic<int> changes_left{0};
+    Cluster cluster(spec, 3, Policy::kInterleaved, {}, {}, [&, rank](Engine& engine) {
+      if (engine.partition() == rank && --changes_left == 0) {
+        engine.abort(failure_of(engine, "stop"));
+      }
+    });
+    int changes = 0;
+    do {
+      changes_left = ++changes;
+      for (const auto& error : cluster.try_step(body, kFew)) {
+        // Who has left the step already sees nothing of an abort.
+        EXPECT_TRUE(error.empty() || error.find("stop") != std::string::npos) << error;
+      }
+      cluster.expect_empty_tables();
+      Model plain(spec);
+      forget_gradients(cluster);
+      run_plainly(plain, body, kFew);
+      const bool aborted = changes_left <= 0;
+      changes_left = 0;  // counts on below it
+      cluster.step(body, kFew);
+      cluster.expect_gradients_of(plain);
+      cluster.expect_empty_tables();
+      ASSERT_FALSE(HasFailure()) << "after an abort before change " << changes << " on rank " << rank;
+      if (!aborted) {
+        break;
+      }
+    } while (true);
+    EXPECT_GT(changes, 10) << "changes of the tables of rank " << rank;
+  }
+}
+
 /// A transport whose messages to one rank can be kept back, as on a slow route.
 class SlowRoute final : public Transport {
  public:
@@ -287,6 +329,29 @@ TEST(PipelineTsanEngine, a_late_abort_does_not_touch_the_step_that_has_begun_mea
     });
     cluster.expect_empty_tables();
   }
+}
+
+TEST(PipelineTsanEngine, the_begin_of_a_step_that_has_failed_here_is_forgotten) {
+  const auto spec = nested_spec();
+  auto transports = make_local_transports(3);
+  const auto slow = std::make_shared<SlowRoute>(transports[0]);
+  transports[0] = slow;
+  Cluster cluster(spec, 3, Policy::kInterleaved, transports);
+  slow->keep_back(1);
+  cluster.on_all_ranks([&](int rank) {
+    if (rank == 0) {
+      cluster.engine(0).begin_step("step");
+      while (cluster.engine(1).step() == 0) {
+        std::this_thread::yield();
+      }
+      cluster.engine(1).abort(failure_of(cluster.engine(1), "stop"));
+      cluster.engine(0).leave_failed_step();
+    } else {
+      EXPECT_THROW(cluster.follow(rank, "step"), Model::Aborted) << rank;
+    }
+  });
+  slow->let_go();
+  expect_good_step(cluster, spec, nested_body(batches(kMicrobatches)));
 }
 
 TEST(PipelineTsanEngine, an_abort_of_the_next_step_does_not_touch_the_one_before) {

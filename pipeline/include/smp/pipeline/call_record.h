@@ -24,6 +24,7 @@ struct CallRecord {
   std::int32_t module = -1;
   bool container = false;
   bool freed = false;  // backward ran without keep_graph
+  std::uint32_t step = 0;
   std::int32_t microbatch = 0;
   std::vector<torch::autograd::Edge> outputs;  // an edge without function: that output needs no gradient
   std::shared_ptr<CapturedGradients> captured;

@@ -59,6 +59,7 @@ struct EngineOptions {
   std::vector<int> shared;  // parameters that several modules have
   std::uint32_t generation =
       0;  // of the model: late messages of an earlier engine on this transport are not for this one
+  std::function<void()> before_lock;  // for tests: called before the tables are locked for work of a step
 };
 
 /// What a call gives back, as its owner reports it and its issuer remembers it.
@@ -100,6 +101,8 @@ struct EngineState {
   std::size_t queued = 0;
   std::size_t frames = 0;
   std::int64_t pending_gradient_bytes = 0;  // contributions that are not in .grad yet
+  std::size_t replies = 0;                  // that nobody has taken
+  std::size_t announcements = 0;            // begins and ends of steps that nobody has taken
 };
 
 /// One for each rank. Threads: the issuing thread is the caller's; one executor (a second takes over only while one
@@ -176,7 +179,7 @@ class Engine {
 
   ValueId new_ids(std::int64_t count = 1);
   at::Tensor new_remote(int home, ValueId id, const TensorMeta& meta);
-  Handle new_handle(int home, ValueId id, bool borrowed = false);
+  Handle new_handle(int home, ValueId id);
   /// Partition that operators on these tensors run on: a parameter's home, else where most bytes lie.
   [[nodiscard]] int common_home(const std::vector<at::Tensor>& tensors) const;
   /// The home of a registered parameter, else this partition.
@@ -206,7 +209,12 @@ class Engine {
   void give_random_back();
   std::string follow(const std::string& name);
   void wait(const std::function<bool()>& ready);
+  std::uint32_t own_step() const;
   void check_failed() const;
+  [[noreturn]] void throw_failed(std::uint32_t step) const;
+  /// The lock of the tables, for what belongs to a step. Throws as check_failed() does when that step has failed: the
+  /// tables were emptied, and what were written now would be found by the next step.
+  std::unique_lock<std::mutex> tables_of(std::uint32_t step) const;
   void forget_locked(Leftovers& leftovers);
   void fail_locked(Failure failure, Leftovers& leftovers);
 
@@ -222,7 +230,7 @@ class Engine {
   bool keep_early(std::uint32_t step, int source, Message& message);
   void send(int home, const Writer& header, at::Tensor payload = {});
   void send_to_others(const Writer& header);
-  void send_value(int home, ValueId id, const at::Tensor& x);
+  void send_value(std::uint32_t step, int home, ValueId id, const at::Tensor& x);
   void flush_releases();
   void peer_left(int rank, std::uint32_t completed_steps, const std::string& reason);
   Failure as_of_now(Failure left) const;
@@ -237,8 +245,9 @@ class Engine {
   void start_executor();
   void pass_releases_on();
   void execute(const Instruction& instruction);
-  void store(ValueId id, at::Tensor data);
-  void store(ValueId id, std::shared_ptr<CallRecord> record);
+  void store(std::uint32_t step, ValueId id, at::Tensor data);
+  void store(std::uint32_t step, ValueId id, std::shared_ptr<CallRecord> record);
+  at::Tensor borrow(Frame& frame, ValueId id, const TensorMeta& meta);
   at::Tensor value(ValueId id) const;
   std::string where(const Instruction& instruction) const;
   int partition_of(int rank) const;
@@ -289,9 +298,8 @@ class Engine {
   int open_microbatches_ = 0;
   std::map<std::uint32_t, std::string> begun_steps_;
   std::map<std::uint32_t, std::string> ended_steps_;
-  std::uint32_t failed_step_ = 0;
-  std::optional<Failure> failure_;
-  std::atomic<bool> failed_{false};
+  std::atomic<std::uint32_t> failed_step_{0};              // the last that failed; written under the lock
+  std::optional<Failure> failure_;                         // of the step that this rank is in, or was in last
   std::optional<std::pair<std::uint32_t, Failure>> left_;  // a peer that ended, after so many steps
   std::shared_ptr<Frame> microbatch_frame_;
   std::optional<FrameScope> microbatch_scope_;

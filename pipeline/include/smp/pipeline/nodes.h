@@ -9,6 +9,7 @@
 
 #include "smp/pipeline/call_record.h"
 #include "smp/pipeline/engine.h"
+#include "smp/pipeline/node_pointer.h"
 
 namespace smp::pipeline {
 
@@ -79,7 +80,7 @@ class OpenLifts {
   OpenLifts& operator=(const OpenLifts&) = delete;
 
  private:
-  std::vector<c10::intrusive_ptr<torch::autograd::Node>> opened_;
+  std::vector<NodePointer<torch::autograd::Node>> opened_;
 };
 
 /// Where the graph of a call meets its inputs: keeps their gradients. The inputs are not leaves, so in-place works on

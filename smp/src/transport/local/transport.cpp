@@ -111,8 +111,8 @@ class LocalTransport final : public Transport {
       first = !std::exchange(mailbox().closed, true);
     }
     mailbox().changed.notify_all();
-    fail(abandoned ? fmt::format("rank {} has abandoned the job", rank())
-                   : fmt::format("the transport of rank {} is closed", rank()));
+    fail(abandoned ? formatted("rank {} has abandoned the job", rank())
+                   : formatted("the transport of rank {} is closed", rank()));
     if (first && abandoned) {
       tell_others();
     }

@@ -144,13 +144,13 @@ class MpiTransport final : public Transport {
     }
     if (abandoned) {
       abandoned_ = true;
-      fail(fmt::format("rank {} has abandoned the job", rank()));
+      fail(formatted("rank {} has abandoned the job", rank()));
     } else {
       {
         const std::lock_guard lock(calls_);
         closing_ = true;
       }
-      fail(fmt::format("the transport of rank {} is closed", rank()));
+      fail(formatted("the transport of rank {} is closed", rank()));
     }
     nudge();
     // A receiver may abandon: then the destructor joins.

@@ -2,7 +2,6 @@
 
 #include <arpa/inet.h>
 #include <fcntl.h>
-#include <fmt/ranges.h>
 #include <ifaddrs.h>
 #include <net/if.h>
 #include <netinet/in.h>
@@ -40,7 +39,7 @@ struct Contact {
   std::uint16_t port = 0;
   std::vector<std::string> addresses;
 
-  std::string encode() const { return fmt::format("{} {} {} {}", secret, host, port, fmt::join(addresses, " ")); }
+  std::string encode() const { return formatted("{} {} {} {}", secret, host, port, joined(addresses, " ")); }
   static Contact decode(const std::string& text) {
     Contact contact;
     std::istringstream words(text);
@@ -70,7 +69,11 @@ std::string make_secret() {
   if (getrandom(bytes.data(), bytes.size(), 0) != static_cast<ssize_t>(bytes.size())) {
     throw_errno("getrandom");
   }
-  return fmt::format("{:02x}", fmt::join(bytes, ""));
+  std::string secret;
+  for (const auto byte : bytes) {
+    secret += formatted("{:02x}", byte);
+  }
+  return secret;
 }
 
 std::string this_host() {
@@ -226,7 +229,7 @@ class Rendezvous {
         if (problem.empty()) {
           return;
         }
-        tried += fmt::format("\n  {} port {}: {}", address, contact.port, problem);
+        tried += formatted("\n  {} port {}: {}", address, contact.port, problem);
       }
       if (Clock::now() + kInterruptInterval >= end_ || addresses.empty()) {
         throw_failure("rank {} cannot reach rank {} (of {} ranks). Tried:{}", hello_.rank, peer, size_, tried);
@@ -311,7 +314,7 @@ class Rendezvous {
       }
       if (!wait(events, end_)) {
         throw_failure("rank {} waited {} s for rank(s) {} to connect: they have stopped, or cannot reach this host",
-                      hello_.rank, patience_.count() / 1000, fmt::join(missing, ", "));
+                      hello_.rank, patience_.count() / 1000, joined(missing, ", "));
       }
       std::vector<Guest> rest;
       for (Guest& guest : guests) {

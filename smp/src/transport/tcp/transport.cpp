@@ -163,10 +163,10 @@ class TcpTransport final : public Transport {
     }
     if (abandoned) {
       abandoned_ = true;
-      fail(fmt::format("rank {} has abandoned the job", rank()));
+      fail(formatted("rank {} has abandoned the job", rank()));
     } else if (!closing_.exchange(true)) {
       push_to_all(kCloseChannel, "");
-      fail(fmt::format("the transport of rank {} is closed", rank()));
+      fail(formatted("the transport of rank {} is closed", rank()));
     }
     wake();
     tell_flushers();
@@ -262,9 +262,9 @@ class TcpTransport final : public Transport {
       peer.gone = true;
       watch(EPOLL_CTL_DEL, peer.socket, 0, source);
       if (!problem.empty()) {
-        fail(fmt::format("the connection to rank {} broke: {}", source, problem));
+        fail(formatted("the connection to rank {} broke: {}", source, problem));
       } else if (!peer.said_last) {
-        fail(fmt::format("rank {} left without a word: its process was killed or has crashed", source));
+        fail(formatted("rank {} left without a word: its process was killed or has crashed", source));
       }
     }
   }
