@@ -13,6 +13,10 @@ endif()
 set(CMAKE_CXX_FLAGS_RELWITHDEBINFO "-O2 -g1")
 set(CMAKE_CXX_FLAGS_RELEASE "-O2 -DNDEBUG")
 
+# What costs time is LibTorch's headers, so the build of the package (but not the presets) compiles several sources at
+# once, each part in a few units. Names in anonymous namespaces must differ within a part.
+set(CMAKE_UNITY_BUILD_BATCH_SIZE 6)
+
 find_program(SMP_CCACHE ccache)
 mark_as_advanced(SMP_CCACHE)
 if(SMP_CCACHE AND NOT CMAKE_CXX_COMPILER_LAUNCHER)

@@ -1,4 +1,4 @@
-# LibTorch (from the Python wheel), fmt (the copy that LibTorch bundles), MPI (optional).
+# LibTorch (from the installed torch package), fmt (the copy that LibTorch bundles), MPI (optional).
 
 if(NOT DEFINED Python_EXECUTABLE AND EXISTS "${CMAKE_SOURCE_DIR}/.venv/bin/python")
   set(Python_EXECUTABLE "${CMAKE_SOURCE_DIR}/.venv/bin/python" CACHE FILEPATH "Python with torch installed")
@@ -9,30 +9,40 @@ else()
   find_package(Python 3.11 REQUIRED COMPONENTS Interpreter)
 endif()
 
-if(NOT SMP_TORCH_DIR)
-  # find_spec does not import torch: a few milliseconds instead of seconds.
-  execute_process(
-    COMMAND "${Python_EXECUTABLE}" -c
-            "import importlib.util as u; s = u.find_spec('torch'); print(s.submodule_search_locations[0] if s else '')"
-    OUTPUT_VARIABLE smp_torch_dir OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
-  if(NOT smp_torch_dir)
-    message(FATAL_ERROR "PyTorch is not installed for ${Python_EXECUTABLE}: run `make setup`, "
-                        "or pass -DPython_EXECUTABLE=<a Python that has torch>.")
-  endif()
-  set(SMP_TORCH_DIR "${smp_torch_dir}" CACHE PATH "Folder of the installed torch package")
+# Asked each time: another torch may have come into the same environment. Not find_package(Torch): that of a build for
+# CUDA wants a CUDA toolkit, of which nothing here is used; one binary serves all builds of a version.
+execute_process(
+  COMMAND "${Python_EXECUTABLE}" "${CMAKE_CURRENT_LIST_DIR}/describe_torch.py"
+  OUTPUT_VARIABLE smp_torch ERROR_VARIABLE smp_torch_errors RESULT_VARIABLE smp_torch_result OUTPUT_STRIP_TRAILING_WHITESPACE)
+if(smp_torch_result)
+  message(FATAL_ERROR "PyTorch can't be imported by ${Python_EXECUTABLE}: install it there first (and build with `pip install "
+                      "--no-build-isolation`), run `make setup`, or pass -DPython_EXECUTABLE=<a Python that has torch>.\n"
+                      "${smp_torch_errors}")
 endif()
-list(PREPEND CMAKE_PREFIX_PATH "${SMP_TORCH_DIR}/share/cmake")
-# TorchConfig warns of libraries that the wheel does not ship and nothing here uses; its errors still show.
-set(CMAKE_MESSAGE_LOG_LEVEL ERROR)
-find_package(Torch REQUIRED)
-unset(CMAKE_MESSAGE_LOG_LEVEL)
+list(GET smp_torch 0 SMP_TORCH_VERSION)
+list(GET smp_torch 1 SMP_TORCH_CXX11_ABI)
+list(GET smp_torch 2 SMP_TORCH_LIBRARIES)
+list(SUBLIST smp_torch 3 -1 smp_torch_include_dirs)
+if(SMP_TORCH_VERSION VERSION_LESS 2.11)
+  message(FATAL_ERROR "PyTorch ${SMP_TORCH_VERSION} is installed: 2.11 or newer is needed")
+endif()
+
+# By path, and nothing else: what a build for CUDA adds lies in libraries that these load, or don't.
+function(smp_torch_library variable name)
+  find_library(path ${name} PATHS "${SMP_TORCH_LIBRARIES}" NO_DEFAULT_PATH NO_CACHE REQUIRED)
+  set(${variable} "${path}" PARENT_SCOPE)
+endfunction()
+smp_torch_library(smp_torch_cpu_library torch_cpu)
+smp_torch_library(smp_c10_library c10)
+if(SMP_BUILD_PYTHON)
+  smp_torch_library(SMP_TORCH_PYTHON_LIBRARY torch_python)
+endif()
 
 # SYSTEM: warnings in LibTorch's headers are not ours to mend. The folders also hold pybind11 and fmt.
 add_library(smp_torch INTERFACE)
-target_include_directories(smp_torch SYSTEM INTERFACE ${TORCH_INCLUDE_DIRS})
-target_link_libraries(smp_torch INTERFACE ${TORCH_LIBRARIES})
-# Header-only: the bundled headers have no library of their version beside them.
-target_compile_definitions(smp_torch INTERFACE FMT_HEADER_ONLY=1)
+target_include_directories(smp_torch SYSTEM INTERFACE ${smp_torch_include_dirs})
+target_compile_definitions(smp_torch INTERFACE _GLIBCXX_USE_CXX11_ABI=${SMP_TORCH_CXX11_ABI})
+target_link_libraries(smp_torch INTERFACE "${smp_torch_cpu_library}" "${smp_c10_library}")
 
 set(SMP_HAVE_MPI OFF)
 if(SMP_WITH_MPI)

@@ -6,15 +6,16 @@ partition with `torchrun --nproc-per-node N script.py` or `mpirun -np N python s
 
 import torch
 
-from . import _C, amp, log
+from ._built_with import TORCH_VERSION
 
-if torch.__version__.split("+")[0] != _C.built_with_torch.split("+")[0]:
+# LibTorch's C++ interface changes with each minor version; builds for the CPU and for a GPU of one version have the same.
+if torch.__version__.split(".")[:2] != TORCH_VERSION.split(".")[:2]:
     raise ImportError(
-        f"smp was built with torch {_C.built_with_torch}, but torch {torch.__version__} is installed: install that torch, or build smp "
-        "again with this one"
+        f"smp was built with torch {TORCH_VERSION}, but torch {torch.__version__} is installed: install torch "
+        f"{'.'.join(TORCH_VERSION.split('.')[:2])}, or build smp again with this one"
     )
 
-from . import checkpointing
+from . import amp, checkpointing, log
 from .checkpointing import checkpoint, checkpoint_sequential, set_activation_checkpointing
 from .communication import allgather, barrier, broadcast, dp_barrier, mp_barrier, recv_from, send
 from .dynamic import set_dynamic

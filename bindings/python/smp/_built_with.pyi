@@ -1,0 +1,1 @@
+TORCH_VERSION: str
