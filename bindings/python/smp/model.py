@@ -21,7 +21,8 @@ from .random import with_own_stream
 from .ranks import PP_GROUP
 from .runtime import Runtime, hooks_of
 from .state import state
-from .step_patches import RefusedBackward
+from .step_patches import STEP_PATCHES, RefusedBackward
+from .torch_patches import Patches, verify
 
 PARTIAL_KEY = "_smp_is_partial"
 
@@ -61,7 +62,8 @@ class DistributedModel(nn.Module):
             find_unused_parameters: accepted; they matter for several replicas only.
 
     Raises:
-        SMPUsageError: before `smp.init`, for a second model, for more than one replica, or for a module that can't be taken apart.
+        SMPUsageError: before `smp.init`, for a second model, for more than one replica, for a module that can't be taken apart, or with a
+            PyTorch whose functions smp can't replace.
 
     Example:
         >>> model = smp.DistributedModel(Net())
@@ -101,6 +103,8 @@ class DistributedModel(nn.Module):
                 logger.warning("%s=True has no effect: models are partitioned by the bytes of their parameters", name)
         if trace_device not in ("cpu", "gpu"):
             raise SMPUsageError(f"trace_device is {trace_device!r}: it must be 'cpu' or 'gpu'")
+        # Before anything is changed, and before data is on its way.
+        verify(RefusedBackward, *(STEP_PATCHES if topology.pp_size > 1 else ()))
         super().__init__()
         self.module = module
         self._average = average_grads_across_microbatches
@@ -113,6 +117,7 @@ class DistributedModel(nn.Module):
         self.checkpoints = Plan(module)
         self._paths = Paths(module)
         self._refusal = RefusedBackward(self._is_in_step_function)
+        self._patches = Patches(self._refusal)
         self._streams: ReplacedForwards | None = None
         if self._partitioned and state.require_cfg().rng_by_module:
             self._streams = ReplacedForwards([(m, with_own_stream(m.forward)) for m in module.modules()])
@@ -172,7 +177,7 @@ class DistributedModel(nn.Module):
 
     def close(self) -> None:
         """Stops what runs for this model on this rank."""
-        for part in (self._runtime, self.checkpoints, self._paths, self._streams, self._refusal):
+        for part in (self._runtime, self.checkpoints, self._paths, self._streams, self._patches):
             if part is not None:
                 part.close()
         self._runtime = self._streams = None

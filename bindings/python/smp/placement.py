@@ -8,7 +8,7 @@ hold about the same number of parameter bytes.
 import functools
 import itertools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,7 @@ from .config import Config
 from .exceptions import SMPUsageError
 from .log import logger
 from .state import state
+from .torch_patches import Patch, Patches, reached, reaches
 
 # Kept in the module's own __dict__, so that a deep copy or an unpickled module keeps it.
 _MARK = "_smp_partition"
@@ -107,37 +108,58 @@ class _OpenContexts(threading.local):
 _contexts = _OpenContexts()
 
 
+class _MarkedInit(Patch):
+    """`nn.Module.__init__` marks the module for the innermost `smp.partition` context that this thread is in."""
+
+    def __init__(self, mark: Callable[[nn.Module], None]) -> None:
+        self._mark = mark
+
+    def replacements(self) -> dict[str, Callable[[Any], Any]]:
+        return {"torch.nn:Module.__init__": self._over_init}
+
+    def _over_init(self, original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def marking_init(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            original(module, *args, **kwargs)
+            self._mark(module)
+
+        return marking_init
+
+    @classmethod
+    def rehearsal(cls) -> "_MarkedInit":
+        return cls(reached)
+
+    def examples(self) -> dict[str, Callable[[], bool]]:
+        return {"torch.nn.Module()": lambda: reaches(nn.Module)}
+
+
+def _mark(module: nn.Module) -> None:
+    if _contexts.indices:
+        module.__dict__[_MARK] = _contexts.indices[-1]
+
+
 class _InitHook:
     """Replaces `nn.Module.__init__` while any thread is inside `smp.partition`, so that it costs nothing outside."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._users = 0
-        self._original: Any = None
+        self._patches: Patches | None = None
         self._replacement: Any = None
 
     def acquire(self) -> None:
         with self._lock:
+            if self._users == 0:
+                self._patches = Patches(_MarkedInit(_mark))
+                self._replacement = nn.Module.__init__
             self._users += 1
-            if self._users > 1:
-                return
-            original = nn.Module.__init__
-
-            @functools.wraps(original)
-            def marking_init(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-                original(module, *args, **kwargs)
-                if _contexts.indices:
-                    module.__dict__[_MARK] = _contexts.indices[-1]
-
-            self._original, self._replacement = original, marking_init
-            nn.Module.__init__ = self._replacement  # type: ignore[method-assign]
 
     def release(self) -> None:
         with self._lock:
             self._users -= 1
             # Somebody else's later hook stays: it may still call ours, which marks nothing outside of contexts.
-            if self._users == 0 and nn.Module.__init__ is self._replacement:
-                nn.Module.__init__ = self._original  # type: ignore[method-assign]
+            if self._users == 0 and self._patches is not None and nn.Module.__init__ is self._replacement:
+                self._patches.close()
 
 
 _init_hook = _InitHook()

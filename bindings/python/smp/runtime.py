@@ -27,7 +27,8 @@ from .module_state import ModuleState
 from .placement import Assignment
 from .random import with_own_stream
 from .state import state
-from .step_patches import StepPatches
+from .step_patches import step_patches
+from .torch_patches import Patches
 from .weight_hooks import WeightHooks
 
 # The engine runs such a module where the largest of its tensors lies.
@@ -223,8 +224,9 @@ class Runtime:
             next(_generations),
         )
 
-        self._patches = StepPatches(self.engine.fetch, [parameter for _, parameter, _ in self.parameters])
         self.weight_hooks = WeightHooks(self._issues_call_of)
+        whole_model = [parameter for _, parameter, _ in self.parameters]
+        self._patches = Patches(*step_patches(self.engine.fetch, whole_model, self.weight_hooks))
         for _, run, _ in runs:
             run.issues = functools.partial(self._issues_call_of, run)
 
@@ -309,4 +311,3 @@ class Runtime:
         self.engine.close()
         self._replaced.close()
         self._patches.close()
-        self.weight_hooks.close()
