@@ -1,28 +1,52 @@
 #!/usr/bin/env bash
-# Compiles the library, the extension and the C++ tests in one build folder and installs the package into .venv.
-# The first time (and when the build description changes) pip does it; afterwards only what changed is compiled and copied.
+# build.sh [compile|install|all] [demo|test|lint]: compiles what changed of the library, the extension and (but for demo) the C++
+# tests, in one build folder; then installs the package into .venv.
 set -euo pipefail
 source "$(dirname "$0")/env.sh"
 
+readonly kPart="${1:-all}"
+readonly kPurpose="${2:-test}"
 werror="${SMP_WARNINGS_AS_ERRORS:-OFF}"
 site_packages="$("$SMP_PYTHON" -c 'import sysconfig; print(sysconfig.get_path("platlib"))')"
-stamp="$SMP_BUILD/.installed"
 
-# pip's editable install maps the Python files it has seen, so a new file means a new install.
-description() {
-  printf '%s %s\n' "$site_packages" "$werror"
-  cat pyproject.toml
-  find bindings/python -name '*.py' | sort
+# Once with tests, always with tests: what is built stays built.
+tests=ON
+if [[ "$kPurpose" == demo ]] && ! grep -qs '^SMP_BUILD_TESTS:BOOL=ON' "$SMP_BUILD/CMakeCache.txt"; then
+  tests=OFF
+fi
+definitions=(-DSMP_BUILD_TESTS="$tests" -DSMP_WARNINGS_AS_ERRORS="$werror" -DPython_EXECUTABLE="$SMP_PYTHON"
+  -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_UNITY_BUILD=ON)
+
+# A stamp says for what CMake was run, and what pip's editable install knows: it maps the Python files it has seen.
+configured() { printf '%s\n' "${definitions[@]}"; cat pyproject.toml; }
+installed() { configured; find bindings/python -name '*.py' | sort; }
+is_new() { [[ ! -f "$1" || "$(<"$1")" != "$($2)" ]]; }
+
+compile() {
+  if is_new "$SMP_BUILD/.configured" configured; then
+    say "Compiling the package (the first time takes minutes)"
+    cmake -S . -B "$SMP_BUILD" -G Ninja "${definitions[@]}" >/dev/null
+    configured >"$SMP_BUILD/.configured"
+  fi
+  NINJA_STATUS='[%f of %t, %e s] ' cmake --build "$SMP_BUILD" | { grep -vE 'Re-checking globbed|no work to do' || true; }
 }
 
-wanted="$(description)"
-if [[ -f "$stamp" && -d "$site_packages/smp" && "$(<"$stamp")" == "$wanted" ]]; then
-  cmake --build "$SMP_BUILD" -- --quiet
-  cmake --install "$SMP_BUILD" --component python --prefix "$site_packages" >/dev/null
-else
-  say "Compiling and installing the package (the first time takes several minutes)"
-  "$SMP_PYTHON" -m pip install --quiet --no-build-isolation --no-deps --editable . \
-    --config-settings=cmake.define.SMP_BUILD_TESTS=ON \
-    --config-settings=cmake.define.SMP_WARNINGS_AS_ERRORS="$werror"
-  printf '%s\n' "$wanted" >"$stamp"
-fi
+install() {
+  if [[ -d "$site_packages/smp" ]] && ! is_new "$SMP_BUILD/.installed" installed; then
+    cmake --install "$SMP_BUILD" --component python --prefix "$site_packages" >/dev/null
+    return
+  fi
+  say "Installing the package into .venv"
+  local options=() definition
+  for definition in "${definitions[@]}"; do
+    options+=(--config-settings=cmake.define."${definition#-D}")
+  done
+  "$SMP_PYTHON" -m pip install --quiet --no-build-isolation --no-deps --editable . "${options[@]}"
+  installed >"$SMP_BUILD/.installed"
+}
+
+case "$kPart" in
+  compile | install) "$kPart" ;;
+  all) compile && install ;;
+  *) die "build.sh got '$kPart': compile, install or all" ;;
+esac

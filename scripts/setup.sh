@@ -1,41 +1,46 @@
 #!/usr/bin/env bash
-# Makes a clean clone ready: system packages, .venv, the package and the C++ tests. Safe to repeat; does only what is missing.
+# setup.sh [demo|test|lint]: makes a clone ready for that (test by default) and for nothing else: system packages, .venv, the
+# compiled package. Safe to repeat; does only what is missing.
 set -euo pipefail
 source "$(dirname "$0")/env.sh"
 
-readonly kPackages=(g++ cmake ninja-build ccache openmpi-bin libopenmpi-dev libgtest-dev clang-format clang-tidy)
+readonly kPurpose="${1:-test}"
+readonly kDemoPackages=(g++ cmake ccache openmpi-bin libopenmpi-dev)
+readonly kTestPackages=(libgtest-dev)
+readonly kLintPackages=(clang-format clang-tidy)
+case "$kPurpose" in
+  demo) packages=("${kDemoPackages[@]}") tools=(g++ cmake ccache mpirun) ;;
+  test) packages=("${kDemoPackages[@]}" "${kTestPackages[@]}") tools=(g++ cmake ccache mpirun) ;;
+  lint) packages=("${kDemoPackages[@]}" "${kTestPackages[@]}" "${kLintPackages[@]}") tools=(g++ cmake ccache mpirun clang-format clang-tidy) ;;
+  *) die "setup.sh got '$kPurpose': demo, test or lint" ;;
+esac
 host_python="${PYTHON:-python3}"
 
+# Of the arguments, those packages that are not installed.
+missing_packages() {
+  local package
+  for package in "$@"; do
+    [[ "$(dpkg-query -W -f='${db:Status-Status}' "$package" 2>/dev/null)" == installed ]] || echo "$package"
+  done
+}
+
 install_packages() {
+  [[ $# -gt 0 ]] || return 0
   [[ $(id -u) -eq 0 ]] || die "missing system packages: $*. Install them with: sudo apt-get install $*"
   say "Installing system packages: $*"
   export DEBIAN_FRONTEND=noninteractive
   apt-get update -qq
-  apt-get install -y -qq --no-install-recommends "$@" </dev/null
+  apt-get install -y -qq --no-install-recommends "$@" </dev/null >/dev/null
 }
 
-system_packages_debian() {
-  local missing=() package
-  for package in "${kPackages[@]}"; do
-    [[ "$(dpkg-query -W -f='${db:Status-Status}' "$package" 2>/dev/null)" == installed ]] || missing+=("$package")
-  done
-  # Only Debian's own interpreter gets its headers and venv from packages; others (pyenv, conda) bring them.
-  if [[ "$(command -v "$host_python" || true)" =~ ^(/usr)?/bin/python3$|^$ ]]; then
-    for package in python3-dev python3-venv; do
-      [[ "$(dpkg-query -W -f='${db:Status-Status}' "$package" 2>/dev/null)" == installed ]] || missing+=("$package")
-    done
-  fi
-  [[ ${#missing[@]} -eq 0 ]] || install_packages "${missing[@]}"
-}
-
-system_packages_elsewhere() {
+check_tools() {
   local missing=() tool
-  for tool in g++ cmake ccache mpirun clang-format clang-tidy "$host_python"; do
+  for tool in "${tools[@]}" "$host_python"; do
     command -v "$tool" >/dev/null || missing+=("$tool")
   done
   [[ ${#missing[@]} -eq 0 ]] || die "not found: ${missing[*]}. Install a C++20 compiler (GCC 12 or newer), CMake 3.25 or newer, \
-ccache, Open MPI with headers, GoogleTest, clang-format, clang-tidy and Python 3.11 or newer with headers, then run this again. \
-On Debian these are: ${kPackages[*]} python3-dev python3-venv"
+ccache, Open MPI with headers, for tests GoogleTest, for lint clang-format and clang-tidy, and Python 3.11 or newer with headers, \
+then run this again. On Debian these are: ${packages[*]} python3-dev python3-venv"
 }
 
 check_python() {
@@ -49,28 +54,46 @@ if not os.path.exists(header):
 PY
 }
 
-python_packages() {
-  local stamp="$SMP_VENV/.requirements" wanted
-  wanted="$(cat requirements/*.txt)"
-  if [[ -x "$SMP_PYTHON" && -f "$stamp" && "$(<"$stamp")" == "$wanted" ]]; then
-    return
+# Has what this file of requirements asks for been installed? It and those that it names are kept as a stamp.
+stamp() { echo "$SMP_VENV/.requirements-$1"; }
+wanted() { cat requirements/*.txt; }
+is_installed() { [[ -x "$SMP_PYTHON" && -f "$(stamp "$1")" && "$(<"$(stamp "$1")")" == "$(wanted)" ]]; }
+
+pip_install() {
+  is_installed "$1" && return
+  say "Installing Python packages: requirements/$1.txt"
+  "$SMP_PYTHON" -m pip install --quiet --requirement "requirements/$1.txt"
+  if [[ $1 == test || $1 == lint ]]; then
+    rm -rf "$SMP_VENV/transformers5"
+    "$SMP_PYTHON" -m pip install --quiet --no-deps --target "$SMP_VENV/transformers5" --requirement requirements/transformers5.txt
   fi
-  check_python
-  if [[ ! -x "$SMP_PYTHON" ]]; then
-    say "Creating .venv with $("$host_python" --version)"
-    "$host_python" -m venv "$SMP_VENV"
-  fi
-  say "Installing Python packages"
-  "$SMP_PYTHON" -m pip install --quiet --requirement requirements/dev.txt
-  rm -rf "$SMP_VENV/transformers5"
-  "$SMP_PYTHON" -m pip install --quiet --no-deps --target "$SMP_VENV/transformers5" --requirement requirements/transformers5.txt
-  printf '%s\n' "$wanted" >"$stamp"
+  wanted >"$(stamp "$1")"
 }
 
+# System packages come while pip fetches torch; but Debian's own interpreter has its headers and venv from packages too.
+apt_process=
 if [[ -f /etc/debian_version ]]; then
-  system_packages_debian
+  if [[ "$(command -v "$host_python" || true)" =~ ^(/usr)?/bin/python3$|^$ ]]; then
+    mapfile -t missing < <(missing_packages python3-dev python3-venv)
+    install_packages "${missing[@]}"
+  fi
+  mapfile -t missing < <(missing_packages "${packages[@]}")
+  install_packages "${missing[@]}" &
+  apt_process=$!
 else
-  system_packages_elsewhere
+  check_tools
 fi
-python_packages
-scripts/build.sh
+if [[ ! -x "$SMP_PYTHON" ]]; then
+  check_python
+  say "Creating .venv with $("$host_python" --version)"
+  "$host_python" -m venv "$SMP_VENV"
+fi
+pip_install build
+[[ -z "$apt_process" ]] || wait "$apt_process"
+
+# The compiler needs torch and nothing else of Python, so the other packages come meanwhile.
+pip_install "$kPurpose" &
+pip_process=$!
+scripts/build.sh compile "$kPurpose"
+wait "$pip_process"
+scripts/build.sh install "$kPurpose"

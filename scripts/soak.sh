@@ -22,3 +22,11 @@ say "Without MPI"
 
 say "Python tests, with more repetitions where order varies"
 "$SMP_PYTHON" -m pytest tests/python --soak
+
+say "Python tests, as on the CPU of another vendor than Intel"
+"$SMP_ROOT/scripts/other_cpu.sh" "$SMP_PYTHON" -m pytest tests/python
+
+say "Exactness, with the kernels of an old CPU, and with two threads for each rank"
+exactness=(tests/python/pipeline/test_{exactness,modules,operators}.py tests/python/checkpointing/test_partitions.py tests/python/hugging_face/test_zoo.py)
+ATEN_CPU_CAPABILITY=default "$SMP_PYTHON" -m pytest "${exactness[@]}"
+SMP_TEST_THREADS=2 "$SMP_PYTHON" -m pytest "${exactness[@]}"

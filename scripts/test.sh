@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # All tests: C++ (one ctest entry for each binary), then Python, after a check that none has been lost.
+# Both run with what tests/environment.txt says, whatever the environment is here; SMP_TEST_THREADS=2 gives Python's tests two threads.
 set -euo pipefail
 source "$(dirname "$0")/env.sh"
 

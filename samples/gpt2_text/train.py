@@ -106,6 +106,9 @@ def train(run, texts, options):
             if step % options.validate_every == 0 or step == options.steps:
                 validation.append((step, validation_loss(run, texts.validation)))
             known = {"validation": f"{validation[-1][1]:.3f}"} if validation else {}
+            if run.rank == 0 and (step <= 3 or step % 20 == 0):
+                tqdm.write(f"step {step}: loss {loss:.3f}", file=sys.stdout)
+                sys.stdout.flush()
             bar.set_postfix(loss=f"{loss:.3f}", tokens_per_s=f"{tokens_per_second:.0f}", **known)
             bar.update()
     return training, validation
