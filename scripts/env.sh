@@ -23,6 +23,6 @@ export PRTE_MCA_rmaps_default_mapping_policy="${PRTE_MCA_rmaps_default_mapping_p
 say() { printf '\n== %s\n' "$*"; }
 die() { printf 'error: %s\n' "$*" >&2; exit 1; }
 
-SMP_CPP_FOLDERS=(smp partition pipeline bindings tests/cpp benchmarks)
+SMP_CPP_FOLDERS=(core partition checkpointing pipeline bindings tests/cpp benchmarks)
 # All C++ sources and headers, as find prints them: further arguments go to find.
 cpp_sources() { find "${SMP_CPP_FOLDERS[@]}" \( -name '*.cpp' -o -name '*.h' \) "$@"; }

@@ -19,7 +19,7 @@ run() { env PYTHONPATH="$folder:$site_packages" OMP_NUM_THREADS=1 "$@"; }
 results="$(mktemp -d)"
 for rank in 0 1; do
   run RANK=$rank WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=29731 \
-    "$SMP_PYTHON" -S "$SMP_ROOT/tests/python/smp/launch_cases.py" "$results" &
+    "$SMP_PYTHON" -S "$SMP_ROOT/tests/python/core/launch_cases.py" "$results" &
 done
 wait -n && wait -n
 [[ -s "$results/rank0.pt" && -s "$results/rank1.pt" ]] || die "the ranks saved nothing"

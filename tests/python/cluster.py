@@ -21,12 +21,13 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import environment
+
 FOLDER = Path(__file__).parent
 TIMEOUT_S = 180
 _POLL_S = 0.005
-_FOLDERS = ("", "pipeline", "smp", "hugging_face", "checkpointing")
+_FOLDERS = ("", "pipeline", "core", "hugging_face", "checkpointing")
 _KEEP = {
-    "OMP_NUM_THREADS": "1",
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "HF_HUB_OFFLINE": "1",
@@ -38,7 +39,7 @@ def rank_environment(*first: str, **extra: str) -> dict[str, str]:
     search = os.pathsep.join(
         [*first, *(str(FOLDER / name) for name in _FOLDERS), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
-    return {**os.environ, **_KEEP, "PYTHONPATH": search, **extra}
+    return {**os.environ, **environment.settings(), **_KEEP, "PYTHONPATH": search, **extra}
 
 
 def mpirun(ranks: int, *command: str) -> list[str]:
@@ -151,9 +152,6 @@ def _serve(folder: Path, parent: int, rank: int) -> None:
 
 
 if __name__ == "__main__":
-    import torch
-
-    torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR1)
     own_rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
     Path(sys.argv[1], f"pid{own_rank}").write_text(str(os.getpid()))

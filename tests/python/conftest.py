@@ -1,13 +1,20 @@
-"""Fixtures for tests that need several ranks."""
+"""The settings of all tests, and fixtures for those that need several ranks."""
 
 from collections.abc import Callable, Iterator
 
+import environment
 import pytest
 from cluster import Cluster
+
+environment.apply()  # before a test imports PyTorch
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak", action="store_true", help="repeat 20 times what is repeated twice otherwise")
+
+
+def pytest_report_header() -> str:
+    return "settings: " + ", ".join(f"{name}: {value}" for name, value in environment.in_effect().items())
 
 
 @pytest.fixture(scope="session")

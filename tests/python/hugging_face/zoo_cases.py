@@ -42,7 +42,8 @@ def compare(name: str, partitions: int, masked: bool = False, checkpointing: str
     """Two steps of a new sequence length each, with Hugging Face's default arguments: losses and gradients that differ from plain
     PyTorch, as (what, largest difference), and the parameters of each partition.
 
-    `checkpointing`: "" none, "set" of all layer stacks by the library, "native" and "reentrant" by the model's own method.
+    `checkpointing`: "" none, "set" of all layer stacks by the library, "native" and "reentrant" by the model's own method, which
+    plain PyTorch then runs with as well.
     """
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
@@ -52,9 +53,11 @@ def compare(name: str, partitions: int, masked: bool = False, checkpointing: str
     if checkpointing == "set":
         checkpoint_stacks(model)
     elif checkpointing:
+        # On both sides: a model that checkpoints makes no key-value cache but a mask, and attention then runs other operators.
         model.train()
         plain.train()
-        model.module.gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
+        for side in (model.module, plain):
+            side.gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
     before = len(smp.checkpointing.report().regions)
     differences = []
     for step in range(STEPS):

@@ -36,8 +36,8 @@ class InputStore {
   virtual std::unique_ptr<SavedInputs> save(const std::vector<at::Tensor>& inputs) = 0;
 };
 
-/// Keeps inputs where they are, as autograd keeps what it saves: in-place changes are noticed, and saved-tensor hooks of
-/// an enclosing region (or of the user) see them.
+/// Keeps inputs where they are, as autograd keeps what it saves: in-place changes are noticed, and saved-tensor hooks
+/// of an enclosing region (or of the user) see them.
 std::shared_ptr<InputStore> device_store();
 
 }  // namespace smp::checkpointing

@@ -70,8 +70,8 @@ class Region : public std::enable_shared_from_this<Region> {
 
   // ---- recompute
 
-  /// Keeps what autograd saves, which must be without its graph. True: nothing of what comes later is needed. Throws UsageError when it is not what was
-  /// saved before.
+  /// Keeps what autograd saves, which must be without its graph. True: nothing of what comes later is needed. Throws
+  /// UsageError when it is not what was saved before.
   bool record(std::int64_t pass, const at::Tensor& x);
   /// The outputs of a recompute that ran to its end, if verify() was called. Throws UsageError when they differ.
   void check_outputs(const std::vector<at::Tensor>& outputs) const;

@@ -27,7 +27,7 @@
 #include <thread>
 #include <vector>
 
-#include "../../../smp/src/bytes.h"
+#include "../../../core/src/bytes.h"
 
 namespace smp::testing {
 

@@ -5,7 +5,7 @@
 #include <exception>
 #include <sstream>
 
-#include "../../../smp/src/transport/tcp/rendezvous.h"
+#include "../../../core/src/transport/tcp/rendezvous.h"
 #include "transport_conformance.h"
 
 namespace smp::testing {

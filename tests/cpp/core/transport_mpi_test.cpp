@@ -4,7 +4,7 @@
 
 #include <cstdio>
 
-#include "../../../smp/src/transport/mpi/pacing.h"
+#include "../../../core/src/transport/mpi/pacing.h"
 #include "transport_conformance.h"
 
 namespace smp::testing {
