@@ -17,6 +17,9 @@ ctest --preset tsan -R '^smp_core_test$'
 build/tsan/tests/cpp/smp_pipeline_test --gtest_list_tests --gtest_filter='*Tsan*' | grep -q Tsan || die "no suite is named for ThreadSanitizer"
 GTEST_FILTER='*Tsan*' ctest --preset tsan -R '^smp_pipeline_test$'
 
+say "Threads: 500 times, four processes side by side"
+scripts/repeat_threads.sh 500
+
 say "Without MPI"
 "$SMP_ROOT/scripts/without_mpi.sh"
 
@@ -30,3 +33,9 @@ say "Exactness, with the kernels of an old CPU, and with two threads for each ra
 exactness=(tests/python/pipeline/test_{exactness,modules,operators}.py tests/python/checkpointing/test_partitions.py tests/python/hugging_face/test_zoo.py)
 ATEN_CPU_CAPABILITY=default "$SMP_PYTHON" -m pytest "${exactness[@]}"
 SMP_TEST_THREADS=2 "$SMP_PYTHON" -m pytest "${exactness[@]}"
+
+say "Sdist and wheel"
+scripts/package.sh
+
+say "The oldest and the newest PyTorch"
+scripts/versions.sh 2.11.0 2.15.0

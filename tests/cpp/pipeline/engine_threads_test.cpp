@@ -213,7 +213,7 @@ TEST(PipelineTsanEngine, aborts_at_any_time_from_any_rank_end_the_step_everywher
 
 // Between the look at a failure and the change of a table that follows, another thread may abort the step. Here it
 // does, once at each place, on every rank.
-TEST(PipelineTsanEngine, an_abort_just_before_any_change_of_the_tables_leaves_nothing_for_the_next_step) {
+TEST(PipelineTsanAborts, an_abort_just_before_any_change_of_the_tables_leaves_nothing_for_the_next_step) {
   constexpr int kFew = 2;
   const auto spec = nested_spec();
   const auto data = batches(kFew);
