@@ -1,8 +1,7 @@
-// The only source with fmt's engine in it.
-#define FMT_HEADER_ONLY 1
-#include <fmt/format.h>
-
+// The only source with fmt's engine in it: CMake defines FMT_HEADER_ONLY for it alone.
 #include "smp/format.h"
+
+#include <fmt/format.h>
 
 namespace smp {
 

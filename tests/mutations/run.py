@@ -36,7 +36,7 @@ def copy_sources() -> None:
 
 def build() -> None:
     cache = (ROOT / "build" / "editable" / "CMakeCache.txt").read_text()
-    keep = ("Torch_DIR", "CMAKE_PREFIX_PATH", "Python_EXECUTABLE", "CMAKE_CXX_COMPILER_LAUNCHER")
+    keep = ("Python_EXECUTABLE", "CMAKE_CXX_COMPILER_LAUNCHER")
     settings = [f"-D{m[1]}={m[2]}" for m in re.finditer(r"^(\w+):\w+=(.*)$", cache, re.M) if m[1] in keep]
     run("cmake", "-S", str(SOURCE), "-B", str(BUILD), "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release", *settings)
     run("cmake", "--build", str(BUILD))
