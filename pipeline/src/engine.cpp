@@ -2,8 +2,6 @@
 #include "smp/pipeline/engine.h"
 #include "smp/pipeline/nodes.h"
 
-#include <ATen/Parallel.h>
-
 #include <algorithm>
 #include <chrono>
 #include <utility>
@@ -59,7 +57,6 @@ Engine::Engine(std::shared_ptr<Transport> transport, std::shared_ptr<Host> host,
       host_(std::move(host)),
       options_(std::move(options)),
       partition_(position_of(transport_->rank(), options_.peers)),
-      num_threads_(at::get_num_threads()),
       sums_(tensors_of(options_.parameters)),
       lanes_(options_.policy, partition_, static_cast<int>(options_.peers.size())) {
   if (options_.peers.size() >= (1U << kRankBits)) {

@@ -61,7 +61,7 @@ void Engine::start_executor() {
 
 void Engine::run_executor() {
   tls_executor_of = this;
-  at::set_num_threads(num_threads_);  // a setting of each thread: new ones would take every core
+  at::init_num_threads();  // as torch.set_num_threads() said: a setting of each thread, which new ones must ask for
   std::unique_lock lock(mutex_);
   while (true) {
     std::optional<Instruction> instruction;

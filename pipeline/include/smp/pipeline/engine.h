@@ -275,7 +275,6 @@ class Engine {
   const std::shared_ptr<Host> host_;
   EngineOptions options_;
   int partition_ = 0;
-  int num_threads_ = 1;         // for the operators of this rank: those of the thread that made the engine
   bool nested_frames_ = false;  // a container away from partition 0: its frames may use any rank
   std::unordered_map<const c10::TensorImpl*, int> parameter_index_;
   std::vector<std::vector<int>> shared_;  // of each module's parameters, those that other modules have too
