@@ -358,22 +358,21 @@ std::uint32_t Engine::own_step() const {
 
 void Engine::check_failed() const {
   if (const auto step = own_step(); step <= failed_step_) {
-    throw_failed(step);
+    host_->throw_aborted(failure_of(step));
   }
 }
 
-void Engine::throw_failed(std::uint32_t step) const {
-  Failure failure;
+Failure Engine::failure_of(std::uint32_t step) const {
   {
     const std::lock_guard lock(mutex_);
     if (failure_) {
-      failure = *failure_;
-    } else {  // the next step has begun
-      failure.step = step;
-      failure.message = formatted("step {} has failed", step);
+      return *failure_;
     }
   }
-  host_->throw_aborted(failure);
+  Failure failure;  // the next step has begun
+  failure.step = step;
+  failure.message = formatted("step {} has failed", step);
+  return failure;
 }
 
 std::unique_lock<std::mutex> Engine::tables_of(std::uint32_t step) const {
@@ -383,7 +382,7 @@ std::unique_lock<std::mutex> Engine::tables_of(std::uint32_t step) const {
   std::unique_lock lock(mutex_);
   if (step <= failed_step_) {
     lock.unlock();
-    throw_failed(step);
+    host_->throw_aborted(failure_of(step));
   }
   return lock;
 }

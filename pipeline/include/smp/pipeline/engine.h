@@ -211,7 +211,7 @@ class Engine {
   void wait(const std::function<bool()>& ready);
   std::uint32_t own_step() const;
   void check_failed() const;
-  [[noreturn]] void throw_failed(std::uint32_t step) const;
+  Failure failure_of(std::uint32_t step) const;
   /// The lock of the tables, for what belongs to a step. Throws as check_failed() does when that step has failed: the
   /// tables were emptied, and what were written now would be found by the next step.
   std::unique_lock<std::mutex> tables_of(std::uint32_t step) const;
