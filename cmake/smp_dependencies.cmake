@@ -41,7 +41,9 @@ endif()
 # SYSTEM: warnings in LibTorch's headers are not ours to mend. The folders also hold pybind11 and fmt.
 add_library(smp_torch INTERFACE)
 target_include_directories(smp_torch SYSTEM INTERFACE ${smp_torch_include_dirs})
-target_compile_definitions(smp_torch INTERFACE _GLIBCXX_USE_CXX11_ABI=${SMP_TORCH_CXX11_ABI})
+# The version is there so that another one in the same place compiles everything anew: headers from a wheel keep old dates.
+target_compile_definitions(smp_torch INTERFACE
+  _GLIBCXX_USE_CXX11_ABI=${SMP_TORCH_CXX11_ABI} "SMP_TORCH_VERSION=\"${SMP_TORCH_VERSION}\"")
 target_link_libraries(smp_torch INTERFACE "${smp_torch_cpu_library}" "${smp_c10_library}")
 
 set(SMP_HAVE_MPI OFF)

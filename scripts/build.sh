@@ -18,7 +18,7 @@ definitions=(-DSMP_BUILD_TESTS="$tests" -DSMP_WARNINGS_AS_ERRORS="$werror" -DPyt
   -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_UNITY_BUILD=ON)
 
 # A stamp says for what CMake was run, and what pip's editable install knows: it maps the Python files it has seen.
-configured() { printf '%s\n' "${definitions[@]}"; cat pyproject.toml; }
+configured() { printf '%s\n' "${definitions[@]}"; cat pyproject.toml requirements/runtime.txt; }
 installed() { configured; find bindings/python -name '*.py' | sort; }
 is_new() { [[ ! -f "$1" || "$(<"$1")" != "$($2)" ]]; }
 
