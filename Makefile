@@ -29,7 +29,7 @@ soak: setup  ## sanitizers and repetitions (long)
 	@scripts/soak.sh
 
 mutations: setup  ## break the checkpointing engine on purpose, and see its tests fail (long)
-	@.venv/bin/python tests/mutations/run.py
+	@scripts/mutations.sh
 
 versions: setup  ## build and try the package beside each supported PyTorch (long); VERSIONS="2.12.1 2.13.0" for some
 	@scripts/versions.sh $(VERSIONS)

@@ -1,24 +1,24 @@
 #!/usr/bin/env bash
-# build.sh [compile|install|all] [demo|test|lint]: compiles what changed of the library, the extension and (but for demo) the C++
-# tests, in one build folder; then installs the package into .venv.
+# build.sh compile|install [demo|test|lint]: compiles what changed of the library, the extension and (but for demo) the C++ tests, in
+# one build folder; or installs what was compiled into .venv.
 set -euo pipefail
 source "$(dirname "$0")/env.sh"
 
-readonly kPart="${1:-all}"
+readonly kPart="${1:-}"
 readonly kPurpose="${2:-test}"
 werror="${SMP_WARNINGS_AS_ERRORS:-OFF}"
 site_packages="$("$SMP_PYTHON" -c 'import sysconfig; print(sysconfig.get_path("platlib"))')"
 
 # Once with tests, always with tests: what is built stays built.
 tests=ON
-if [[ "$kPurpose" == demo ]] && ! grep -qs '^SMP_BUILD_TESTS:BOOL=ON' "$SMP_BUILD/CMakeCache.txt"; then
+if [[ "$kPurpose" == demo ]] && ! grep -qs -e '-DSMP_BUILD_TESTS=ON' "$SMP_BUILD/.configured"; then
   tests=OFF
 fi
 definitions=(-DSMP_BUILD_TESTS="$tests" -DSMP_WARNINGS_AS_ERRORS="$werror" -DPython_EXECUTABLE="$SMP_PYTHON"
   -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_UNITY_BUILD=ON)
 
 # A stamp says for what CMake was run, and what pip's editable install knows: it maps the Python files it has seen.
-configured() { printf '%s\n' "${definitions[@]}"; cat pyproject.toml requirements/runtime.txt; }
+configured() { printf '%s\n' "${definitions[@]}" "$site_packages"/torch-*.dist-info; cat pyproject.toml; }
 installed() { configured; find bindings/python -name '*.py' | sort; }
 is_new() { [[ ! -f "$1" || "$(<"$1")" != "$($2)" ]]; }
 
@@ -47,6 +47,5 @@ install() {
 
 case "$kPart" in
   compile | install) "$kPart" ;;
-  all) compile && install ;;
-  *) die "build.sh got '$kPart': compile, install or all" ;;
+  *) die "build.sh got '$kPart': compile or install" ;;
 esac

@@ -34,8 +34,9 @@ mapfile -t sources < <(changed_sources)
 if [[ ${#sources[@]} -eq 0 ]]; then
   echo "no changed C++ sources"
 else
+  cmake --preset dev >/dev/null  # it wants each source compiled alone, which the build of the package does not do
   # On stderr it only counts the warnings in LibTorch's headers, which it suppressed.
   printf '%s\0' "${sources[@]}" |
-    xargs -0 -n 1 -P "$CMAKE_BUILD_PARALLEL_LEVEL" clang-tidy --quiet -p "$SMP_BUILD" 2> >(grep -v 'warnings generated' >&2)
+    xargs -0 -n 1 -P "$CMAKE_BUILD_PARALLEL_LEVEL" clang-tidy --quiet -p build/dev 2> >(grep -v 'warnings generated' >&2)
   echo "${#sources[@]} sources checked"
 fi

@@ -9,9 +9,9 @@ readonly kDemoPackages=(g++ cmake ccache openmpi-bin libopenmpi-dev)
 readonly kTestPackages=(libgtest-dev)
 readonly kLintPackages=(clang-format clang-tidy)
 case "$kPurpose" in
-  demo) packages=("${kDemoPackages[@]}") tools=(g++ cmake ccache mpirun) ;;
-  test) packages=("${kDemoPackages[@]}" "${kTestPackages[@]}") tools=(g++ cmake ccache mpirun) ;;
-  lint) packages=("${kDemoPackages[@]}" "${kTestPackages[@]}" "${kLintPackages[@]}") tools=(g++ cmake ccache mpirun clang-format clang-tidy) ;;
+  demo) packages=("${kDemoPackages[@]}") tools=() ;;
+  test) packages=("${kDemoPackages[@]}" "${kTestPackages[@]}") tools=() ;;
+  lint) packages=("${kDemoPackages[@]}" "${kTestPackages[@]}" "${kLintPackages[@]}") tools=(clang-format clang-tidy) ;;
   *) die "setup.sh got '$kPurpose': demo, test or lint" ;;
 esac
 host_python="${PYTHON:-python3}"
@@ -24,9 +24,13 @@ missing_packages() {
   done
 }
 
+# Before anything is fetched.
+check_root() {
+  [[ $# -eq 0 || $(id -u) -eq 0 ]] || die "missing system packages: $*. Install them with: sudo apt-get install $*"
+}
+
 install_packages() {
   [[ $# -gt 0 ]] || return 0
-  [[ $(id -u) -eq 0 ]] || die "missing system packages: $*. Install them with: sudo apt-get install $*"
   say "Installing system packages: $*"
   export DEBIAN_FRONTEND=noninteractive
   apt-get update -qq
@@ -35,11 +39,11 @@ install_packages() {
 
 check_tools() {
   local missing=() tool
-  for tool in "${tools[@]}" "$host_python"; do
+  for tool in g++ cmake mpirun mpicc "${tools[@]}" "$host_python"; do
     command -v "$tool" >/dev/null || missing+=("$tool")
   done
   [[ ${#missing[@]} -eq 0 ]] || die "not found: ${missing[*]}. Install a C++20 compiler (GCC 12 or newer), CMake 3.25 or newer, \
-ccache, Open MPI with headers, for tests GoogleTest, for lint clang-format and clang-tidy, and Python 3.11 or newer with headers, \
+Open MPI with headers, for tests GoogleTest, for lint clang-format and clang-tidy, and Python 3.11 or newer with headers, \
 then run this again. On Debian these are: ${packages[*]} python3-dev python3-venv"
 }
 
@@ -54,39 +58,49 @@ if not os.path.exists(header):
 PY
 }
 
-# Has what this file of requirements asks for been installed? It and those that it names are kept as a stamp.
+# A stamp of each file of requirements says what was installed for it: build < demo < test < lint, each with those before it.
 stamp() { echo "$SMP_VENV/.requirements-$1"; }
 wanted() { cat requirements/*.txt; }
-is_installed() { [[ -x "$SMP_PYTHON" && -f "$(stamp "$1")" && "$(<"$(stamp "$1")")" == "$(wanted)" ]]; }
+is_installed() { [[ -f "$(stamp "$1")" && "$(<"$(stamp "$1")")" == "$(wanted)" ]]; }
 
 pip_install() {
   is_installed "$1" && return
   say "Installing Python packages: requirements/$1.txt"
   "$SMP_PYTHON" -m pip install --quiet --requirement "requirements/$1.txt"
-  if [[ $1 == test || $1 == lint ]]; then
+  if [[ $1 == test || $1 == lint ]] && ! is_installed test; then
     rm -rf "$SMP_VENV/transformers5"
     "$SMP_PYTHON" -m pip install --quiet --no-deps --target "$SMP_VENV/transformers5" --requirement requirements/transformers5.txt
   fi
-  wanted >"$(stamp "$1")"
+  local purpose
+  for purpose in build demo test lint; do
+    wanted >"$(stamp "$purpose")"
+    [[ $purpose != "$1" ]] || break
+  done
 }
+
+# What runs beside this script ends with it.
+background=()
+trap '[[ ${#background[@]} -eq 0 ]] || kill "${background[@]}" 2>/dev/null || true' EXIT
 
 # System packages come while pip fetches torch; but Debian's own interpreter has its headers and venv from packages too.
 apt_process=
 if [[ -f /etc/debian_version ]]; then
   if [[ "$(command -v "$host_python" || true)" =~ ^(/usr)?/bin/python3$|^$ ]]; then
     mapfile -t missing < <(missing_packages python3-dev python3-venv)
+    check_root "${missing[@]}"
     install_packages "${missing[@]}"
   fi
   mapfile -t missing < <(missing_packages "${packages[@]}")
+  check_root "${missing[@]}"
   install_packages "${missing[@]}" &
   apt_process=$!
 else
   check_tools
 fi
-if [[ ! -x "$SMP_PYTHON" ]]; then
+if [[ ! -x "$SMP_VENV/bin/pip" ]]; then  # the last that is made
   check_python
   say "Creating .venv with $("$host_python" --version)"
-  "$host_python" -m venv "$SMP_VENV"
+  "$host_python" -m venv --clear "$SMP_VENV"
 fi
 pip_install build
 [[ -z "$apt_process" ]] || wait "$apt_process"
@@ -94,6 +108,8 @@ pip_install build
 # The compiler needs torch and nothing else of Python, so the other packages come meanwhile.
 pip_install "$kPurpose" &
 pip_process=$!
+background+=("$pip_process")
 scripts/build.sh compile "$kPurpose"
 wait "$pip_process"
+background=()
 scripts/build.sh install "$kPurpose"

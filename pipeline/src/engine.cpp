@@ -2,6 +2,8 @@
 #include "smp/pipeline/engine.h"
 #include "smp/pipeline/nodes.h"
 
+#include <ATen/Parallel.h>
+
 #include <algorithm>
 #include <chrono>
 #include <utility>
@@ -57,6 +59,7 @@ Engine::Engine(std::shared_ptr<Transport> transport, std::shared_ptr<Host> host,
       host_(std::move(host)),
       options_(std::move(options)),
       partition_(position_of(transport_->rank(), options_.peers)),
+      num_threads_(at::get_num_threads()),
       sums_(tensors_of(options_.parameters)),
       lanes_(options_.policy, partition_, static_cast<int>(options_.peers.size())) {
   if (options_.peers.size() >= (1U << kRankBits)) {
@@ -360,12 +363,15 @@ void Engine::check_failed() const {
   if (const auto step = own_step(); step <= failed_step_) {
     host_->throw_aborted(failure_of(step));
   }
+  if (options_.after_look) {
+    options_.after_look();
+  }
 }
 
 Failure Engine::failure_of(std::uint32_t step) const {
   {
     const std::lock_guard lock(mutex_);
-    if (failure_) {
+    if (failure_ && failure_->step == step) {
       return *failure_;
     }
   }
@@ -376,8 +382,8 @@ Failure Engine::failure_of(std::uint32_t step) const {
 }
 
 std::unique_lock<std::mutex> Engine::tables_of(std::uint32_t step) const {
-  if (options_.before_lock) {
-    options_.before_lock();
+  if (options_.after_look) {
+    options_.after_look();
   }
   std::unique_lock lock(mutex_);
   if (step <= failed_step_) {
@@ -475,7 +481,8 @@ EngineState Engine::state() const {
           frames_.size(),
           sums_.pending_bytes(),
           replies_.size(),
-          begun_steps_.size() + ended_steps_.size()};
+          begun_steps_.size() + ended_steps_.size(),
+          open_microbatches_};
 }
 
 }  // namespace smp::pipeline

@@ -61,7 +61,12 @@ void Engine::start_executor() {
 
 void Engine::run_executor() {
   tls_executor_of = this;
-  at::init_num_threads();  // as torch.set_num_threads() said: a setting of each thread, which new ones must ask for
+  // A setting of each thread: new ones would take every core. Setting it by hand changes MKL_DYNAMIC for the whole
+  // process.
+  at::init_num_threads();
+  if (at::get_num_threads() != num_threads_) {
+    at::set_num_threads(num_threads_);
+  }
   std::unique_lock lock(mutex_);
   while (true) {
     std::optional<Instruction> instruction;

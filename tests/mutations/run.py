@@ -1,6 +1,6 @@
 """Breaks the checkpointing engine on purpose, one patch at a time, and shows that tests fail.
 
-.venv/bin/python tests/mutations/run.py [names of patches]
+scripts/mutations.sh [names of patches]
 
 Works on a copy of the sources under build/mutations, which it compiles beside everything else. The first line of each patch names the
 tests that must fail. Exits with 1 when one of them passes, or when the tests fail on the unbroken copy.
@@ -15,6 +15,9 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]
+sys.path.insert(0, str(ROOT / "tests" / "python"))
+import environment as test_environment  # noqa: E402
+
 WORK = ROOT / "build" / "mutations"
 SOURCE, BUILD, PACKAGE = WORK / "source", WORK / "build", WORK / "package"
 TESTS = ("test_field_bugs.py", "test_state.py")
@@ -46,7 +49,7 @@ def build() -> None:
 
 def failing_tests() -> set[str]:
     """Names of the tests that fail with the package that was built."""
-    environment = {**os.environ, "PYTHONPATH": str(PACKAGE), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **test_environment.settings(), "PYTHONPATH": str(PACKAGE)}
     code = (
         "import sys; sys.meta_path = [f for f in sys.meta_path if 'Redirecting' not in type(f).__name__];"  # of the editable install
         "package = sys.argv.pop(1); sys.path.insert(0, package); import smp, pytest; assert package in smp.__file__, smp.__file__;"

@@ -6,6 +6,7 @@ silence.
 
 import contextlib
 import importlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Self
 
@@ -35,9 +36,13 @@ class _Reached(BaseException):
     """Ends an example as soon as it is in the replacement."""
 
 
-def reached(*_: Any) -> Any:
-    """For rehearsals, in place of what a replacement asks first."""
-    raise _Reached
+_rehearsing: int | None = None  # the thread that verifies
+
+
+def reached(*_: Any) -> None:
+    """For rehearsals, in place of what a replacement asks first. For other threads, which may come here too, the answer is no."""
+    if threading.get_ident() == _rehearsing:
+        raise _Reached
 
 
 def reaches(function: Callable[..., Any], *args: Any) -> bool:
@@ -121,10 +126,12 @@ def verify(*kinds: type[Patch]) -> None:
     Raises:
         SMPUsageError: it does not, or does not have the functions.
     """
+    global _rehearsing
     for kind in kinds:
         if kind in _verified:
             continue
         patch = kind.rehearsal()
+        _rehearsing = threading.get_ident()
         with _in_force(patch):
             for public, comes_here in patch.examples().items():
                 cause = None

@@ -56,7 +56,7 @@ class Cluster {
 
   explicit Cluster(const ModelSpec& spec, int partitions, Policy policy = Policy::kInterleaved,
                    Transports transports = {}, std::vector<double> stall_timeouts_s = {},
-                   std::function<void(Engine&)> before_lock = {})
+                   std::function<void(Engine&)> after_look = {})
       : transports_(transports.empty() ? make_local_transports(partitions) : std::move(transports)) {
     at::set_num_threads(1);
     for (int rank = 0; rank < partitions; ++rank) {
@@ -85,8 +85,8 @@ class Cluster {
         }
         options.modules.push_back(std::move(info));
       }
-      if (before_lock) {
-        options.before_lock = [before_lock, model = models_.back().get()] { before_lock(*model->engine); };
+      if (after_look) {
+        options.after_look = [after_look, model = models_.back().get()] { after_look(*model->engine); };
       }
       engines_.push_back(
           std::make_unique<Engine>(transports_[static_cast<std::size_t>(rank)], models_.back(), std::move(options)));
@@ -189,8 +189,12 @@ class Cluster {
   /// Nothing is left of a step in any table. Releases may still be under way, so this waits a little.
   void expect_empty_tables() {
     for (int rank = 0; rank < size(); ++rank) {
+      const auto is_empty = [](const EngineState& state) {
+        return state.values + state.calls + state.queued + state.frames + state.replies + state.announcements == 0 &&
+               state.open_microbatches == 0;
+      };
       auto state = engine(rank).state();
-      for (int tries = 0; tries < 500 && (state.values + state.calls + state.queued + state.frames) > 0; ++tries) {
+      for (int tries = 0; tries < 500 && !is_empty(state); ++tries) {
         std::this_thread::sleep_for(std::chrono::milliseconds(10));
         state = engine(rank).state();
       }
@@ -201,6 +205,7 @@ class Cluster {
       EXPECT_EQ(state.frames, 0U) << "rank " << rank;
       EXPECT_EQ(state.replies, 0U) << "rank " << rank;
       EXPECT_EQ(state.announcements, 0U) << "rank " << rank;
+      EXPECT_EQ(state.open_microbatches, 0) << "rank " << rank;
     }
   }
 

@@ -141,7 +141,7 @@ TEST(GradientSums, gradients_add_up_over_steps) {
   EXPECT_EQ(sums.parameter(0).grad()[0].item<float>(), 6);
 }
 
-TEST(GradientSums, drop_forgets_what_was_not_added) {
+TEST(GradientSums, the_start_of_a_step_forgets_what_was_not_added) {
   GradientSums sums({new_parameter()});
   sums.add(0, 0, 0, 1, at::ones({kSize}));
   sums.close(0, 0);

@@ -59,7 +59,7 @@ struct EngineOptions {
   std::vector<int> shared;  // parameters that several modules have
   std::uint32_t generation =
       0;  // of the model: late messages of an earlier engine on this transport are not for this one
-  std::function<void()> before_lock;  // for tests: called before the tables are locked for work of a step
+  std::function<void()> after_look;  // for tests: called after each look at whether the step has failed, without a lock
 };
 
 /// What a call gives back, as its owner reports it and its issuer remembers it.
@@ -103,6 +103,7 @@ struct EngineState {
   std::int64_t pending_gradient_bytes = 0;  // contributions that are not in .grad yet
   std::size_t replies = 0;                  // that nobody has taken
   std::size_t announcements = 0;            // begins and ends of steps that nobody has taken
+  int open_microbatches = 0;
 };
 
 /// One for each rank. Threads: the issuing thread is the caller's; one executor (a second takes over only while one
@@ -275,6 +276,7 @@ class Engine {
   const std::shared_ptr<Host> host_;
   EngineOptions options_;
   int partition_ = 0;
+  int num_threads_ = 1;         // for the operators of this rank: those of the thread that made the engine
   bool nested_frames_ = false;  // a container away from partition 0: its frames may use any rank
   std::unordered_map<const c10::TensorImpl*, int> parameter_index_;
   std::vector<std::vector<int>> shared_;  // of each module's parameters, those that other modules have too
