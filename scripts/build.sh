@@ -28,7 +28,7 @@ compile() {
     cmake -S . -B "$SMP_BUILD" -G Ninja "${definitions[@]}" >/dev/null
     configured >"$SMP_BUILD/.configured"
   fi
-  NINJA_STATUS='[%f of %t, %e s] ' cmake --build "$SMP_BUILD" | { grep -vE 'Re-checking globbed|no work to do' || true; }
+  NINJA_STATUS='[%f of %t, %e s] ' cmake --build "$SMP_BUILD" | { grep --line-buffered -vE 'Re-checking globbed|no work to do' || true; }
 }
 
 install() {
