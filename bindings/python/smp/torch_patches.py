@@ -39,10 +39,11 @@ class _Reached(BaseException):
 _rehearsing: int | None = None  # the thread that verifies
 
 
-def reached(*_: Any) -> None:
+def reached(*_: Any) -> Any:
     """For rehearsals, in place of what a replacement asks first. For other threads, which may come here too, the answer is no."""
     if threading.get_ident() == _rehearsing:
         raise _Reached
+    return False
 
 
 def reaches(function: Callable[..., Any], *args: Any) -> bool:
