@@ -4,8 +4,10 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -292,14 +294,24 @@ def raise_outside() -> None:
     raise EOFError("the data ended")
 
 
-def wrong_configuration() -> None:
-    tell_the_test("start")
-    smp.init({"partitions": 2, "microbatches": 0})
+def wrong_at_once(config: dict[str, int]) -> Callable[[], None]:
+    """A configuration that each rank finds wrong by itself, however late it starts: launchers end the others when one has failed, so
+    each waits until both have said why.
+    """
 
+    def script() -> None:
+        tell_the_test("start")
+        try:
+            smp.init(config)
+        except smp.SMPError:
+            traceback.print_exc()
+            words = [Path(sys.argv[2], f"rank{rank}") for rank in range(2)]
+            end = time.monotonic() + 60
+            while time.monotonic() < end and not all(said.exists() and said.stat().st_size > 0 for said in words):
+                time.sleep(0.01)
+            raise
 
-def wrong_number_of_ranks() -> None:
-    tell_the_test("start")
-    smp.init({"partitions": 3})
+    return script
 
 
 def interrupted() -> None:
@@ -328,8 +340,8 @@ SCRIPTS: dict[str, Callable[[], None]] = {
     "rank 1 alone asks for the weights": calls_alone(1, False, lambda model: model.state_dict()),
     "rank 0 alone begins the first step": calls_alone(0, True, first_step),
     "rank 1 alone begins the first step": calls_alone(1, True, first_step),
-    "wrong configuration": wrong_configuration,
-    "wrong number of ranks": wrong_number_of_ranks,
+    "wrong configuration": wrong_at_once({"partitions": 2, "microbatches": 0}),
+    "wrong number of ranks": wrong_at_once({"partitions": 3}),
     "rank 0 is killed": failing_module(first="kill"),
     "rank 1 is killed": failing_module(second="kill"),
     "rank 0 is stopped": failing_module(first="stop"),
