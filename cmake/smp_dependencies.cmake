@@ -9,7 +9,7 @@ else()
   find_package(Python 3.11 REQUIRED COMPONENTS Interpreter)
 endif()
 
-# Asked each time: another torch may have come into the same environment. Not find_package(Torch): that of a build for
+# Asked whenever CMake runs, not kept in its cache: another torch may have come into the same environment. Not find_package(Torch): that of a build for
 # CUDA wants a CUDA toolkit, of which nothing here is used; one binary serves all builds of a version.
 execute_process(
   COMMAND "${Python_EXECUTABLE}" "${CMAKE_CURRENT_LIST_DIR}/describe_torch.py"

@@ -78,7 +78,7 @@ pip_install() {
   done
 }
 
-# What runs beside this script ends with it.
+# The pip that runs beside the compiler goes on to no further package when this script ends. (apt is left to end by itself.)
 background=()
 trap '[[ ${#background[@]} -eq 0 ]] || kill "${background[@]}" 2>/dev/null || true' EXIT
 

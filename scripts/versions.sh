@@ -51,7 +51,6 @@ for one in "${asked[@]}"; do
   tried=$((tried + 1))
   built_for="$("$python" -c 'import torch; print("CUDA" if torch.version.cuda else "CPU")')"
 
-  # Without ccache's help for the headers: each version has its own.
   if ! "$python" -m pip install --no-build-isolation --no-deps --force-reinstall . --config-settings=build-dir="$folder/build" >>"$log" 2>&1; then
     tail -n 20 "$log"
     report "$version" "$short" "$built_for" "does not build"
