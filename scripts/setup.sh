@@ -78,7 +78,8 @@ pip_install() {
   done
 }
 
-# The pip that runs beside the compiler goes on to no further package when this script ends. (apt is left to end by itself.)
+# When this script ends early, what installs Python packages beside the compiler begins no further command; one that runs, and apt, end by
+# themselves.
 background=()
 trap '[[ ${#background[@]} -eq 0 ]] || kill "${background[@]}" 2>/dev/null || true' EXIT
 
